@@ -1,0 +1,1 @@
+"""What a student trains on: prompts or captioned images, prompt embeddings, latents, and their caches on disk."""

@@ -1,0 +1,105 @@
+"""The command line: finds the sub-command, imports only its module, and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import NoReturn
+
+from wandistill import __version__
+from wandistill.errors import ExitCode, WandistillError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A sub-command: its module has `add_arguments(parser)` and `run(args) -> int`."""
+
+    module: str
+    help: str
+    needs_torch: bool = True
+
+
+COMMANDS = {
+    "train": Command("wandistill.train.command", "distil a teacher into a student"),
+    "prepare": Command("wandistill.data.command", "fill the caches of embeddings and latents, without training"),
+    "evaluate": Command("wandistill.evaluate.command", "compare a run's student with its teacher"),
+    "sample": Command("wandistill.models.sample_command", "draw pictures with a student or a teacher"),
+    "export": Command("wandistill.models.export_command", "write a student from a checkpoint"),
+    "verify": Command("wandistill.models.verify", "compare a teacher's forward with diffusers' own"),
+    "plan": Command("wandistill.planner.command", "say which placements fit, before anything loads", needs_torch=False),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a sub-command; returns its exit code."""
+    # Before torch starts its threads: several ranks on few cores otherwise spin against each other at every barrier.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="wandistill", description="Distil a Wan 2.x text-to-video teacher into a small text-to-image student."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.help, allow_abbrev=False)
+        # The named command's module alone is imported: torch takes seconds.
+        if name in arguments[:1]:
+            _module(name, command).add_arguments(sub)
+    return run_command(parser, arguments)
+
+
+def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
+    """Parses `arguments` and runs their command; an error that is meant for the user is printed as one paragraph."""
+    args = parser.parse_args(arguments)
+    rank = os.environ.get("RANK", "0")
+    logging.basicConfig(level=logging.INFO if rank == "0" else logging.WARNING, format="%(message)s", stream=sys.stderr)
+    # Libraries report every request and file; only their warnings are of interest here.
+    for name in ("httpx", "huggingface_hub", "accelerate", "torchao"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # What these two warn of while importing torchao is for its authors.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    try:
+        return int(_module(args.command, COMMANDS[args.command]).run(args))
+    except WandistillError as error:
+        print(f"wandistill {args.command}: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except ModuleNotFoundError as error:
+        _exit_for_missing(args.command, COMMANDS[args.command], error)
+    except KeyboardInterrupt:
+        print(f"wandistill {args.command}: stopped by Ctrl-C before there was anything to save.", file=sys.stderr)
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of a pipe, such as `head`, has left.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.DONE)
+    except Exception:
+        # Python's own exit code for this, 1, means out of memory here.
+        traceback.print_exc()
+        return int(ExitCode.UNEXPECTED)
+
+
+def _module(name: str, command: Command) -> ModuleType:
+    try:
+        return importlib.import_module(command.module)
+    except ModuleNotFoundError as error:
+        _exit_for_missing(name, command, error)
+
+
+def _exit_for_missing(name: str, command: Command, error: ModuleNotFoundError) -> NoReturn:
+    """Ends with what to install, if `error` is about a package that the base install leaves out."""
+    if not command.needs_torch or (error.name or "").split(".")[0] == "wandistill":
+        raise error
+    print(
+        f"wandistill {name}: needs the package {error.name}, which the base install leaves out: "
+        "pip install 'wandistill[train]'.",
+        file=sys.stderr,
+    )
+    sys.exit(int(ExitCode.BAD_CONFIG))

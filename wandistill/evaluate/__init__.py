@@ -1,0 +1,1 @@
+"""A finished run looked at: student against teacher (`evaluation`), and the page that shows it (`report`)."""

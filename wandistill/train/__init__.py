@@ -1,0 +1,1 @@
+"""Training: `wandistill.train.run.train` is the way through it."""

@@ -1,0 +1,78 @@
+"""The student's optimizers and its averaged weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from wandistill.train.schedule import stream_seed
+
+BETAS = (0.9, 0.99)
+
+# Optimizers that train half-precision weights; they round stochastically, so that small updates are not lost.
+HALF_WEIGHTS = ("adamw_bf16", "adamw8bit")
+
+
+def half_weights(module: nn.Module, keep: Iterable[str]) -> nn.Module:
+    """Casts `module` to bfloat16, except parameters whose name contains one of `keep` (Wan's float32 parts)."""
+    keep = tuple(keep)
+    for name, parameter in module.named_parameters():
+        if not any(part in name.split(".") for part in keep):
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return module
+
+
+def build_optimizer(
+    name: str, parameters: Iterable[nn.Parameter], lr: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """AdamW by name: `adamw` (float32), `adamw_bf16` or `adamw8bit` (torchao, 8-bit moments in blocks of 256)."""
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=weight_decay)
+    from torchao.optim import AdamW8bit
+    from torchao.optim.adam import _AdamW
+
+    kind = AdamW8bit if name == "adamw8bit" else _AdamW
+    return kind(parameters, lr=lr, betas=BETAS, weight_decay=weight_decay, bf16_stochastic_round=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets `lr` in every group; torchao's optimizers hold it in a tensor."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def seed_rounding(seed: int, step: int) -> None:
+    """Seeds the generators that stochastic rounding draws from: the same on all ranks, and after a resume."""
+    torch.manual_seed(stream_seed(seed, "rounding", step))
+
+
+class Average:
+    """Exponential moving average of a module's parameters, in float32 on a device of its own choice.
+
+    The decay rises as min(decay, (1 + step) / (10 + step)), so that early steps do not hold the start's weights.
+    """
+
+    def __init__(self, module: nn.Module, decay: float, device: torch.device) -> None:
+        self._decay = decay
+        self.weights = {
+            name: parameter.detach().float().to(device, copy=True) for name, parameter in module.named_parameters()
+        }
+
+    @torch.no_grad()
+    def update(self, module: nn.Module, step: int) -> None:
+        """Moves the average towards the parameters after optimizer step `step` (from 0)."""
+        weight = 1 - min(self._decay, (1 + step) / (10 + step))
+        for name, parameter in module.named_parameters():
+            average = _local(self.weights[name])
+            average.lerp_(_local(parameter.detach()).to(average.device, torch.float32), weight)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,76 @@
+"""How a long piece of work tells how far it is: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TextIO
+
+from wandistill.units import format_seconds
+
+
+class Progress:
+    """Counts `total` pieces of work; `update` may add a text such as the loss.
+
+    Args:
+        title: what is being done.
+        total: pieces in all.
+        start: pieces that are done already.
+        enabled: False on ranks other than 0.
+        every: seconds between plain lines.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        *,
+        start: int = 0,
+        enabled: bool = True,
+        every: float = 10.0,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._title, self._total, self._start, self._done = title, total, start, start
+        self._enabled, self._every = enabled, every
+        self._stream = stream or sys.stderr
+        self._terminal = self._stream.isatty()
+        self._began = self._told = time.monotonic()
+        self._width = 0
+
+    def update(self, count: int = 1, text: str = "") -> None:
+        """`count` more pieces are done."""
+        self._done += count
+        if not self._enabled:
+            return
+        now = time.monotonic()
+        finished = self._done >= self._total
+        if now - self._told < (0.1 if self._terminal else self._every) and not finished:
+            return
+        self._told = now
+        line = f"{self._title} {self._done}/{self._total}{' ' + text if text else ''}, {self._left(now)}"
+        if self._terminal:
+            filled = int(24 * self._done / max(self._total, 1))
+            line = f"[{'=' * filled}{' ' * (24 - filled)}] {line}"
+            self._stream.write("\r" + line.ljust(self._width))
+            self._width = len(line)
+            if finished:
+                self._stream.write("\n")
+        else:
+            self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def _left(self, now: float) -> str:
+        spent, done = now - self._began, self._done - self._start
+        if self._done >= self._total or done == 0:
+            return f"{format_seconds(spent)} taken"
+        return f"{format_seconds(spent / done * (self._total - self._done))} left"
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._enabled and self._terminal and self._done < self._total:
+            self._stream.write("\n")

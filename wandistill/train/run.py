@@ -1,0 +1,443 @@
+"""A run from its configuration to the finished student, read from top to bottom."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wandistill import teacher as placement
+from wandistill.config import FIELDS, TrainConfig, parse_resolution
+from wandistill.data.prepare import TrainingData, prepare_data
+from wandistill.errors import ConfigError, WandistillError
+from wandistill.evaluate.report import write_report
+from wandistill.models.export import export_student
+from wandistill.models.student import ProbeBatch, Student, build_student, choose_init, empty_student, importance_of
+from wandistill.models.wan import WanFolder, open_teacher
+from wandistill.student_config import StudentSpec, student_spec
+from wandistill.teacher.base import Request, Teacher
+from wandistill.teacher.quantize import check_quantization, quantization_error
+from wandistill.train import checkpoint, distributed
+from wandistill.train.batches import Sampler
+from wandistill.train.distributed import World
+from wandistill.train.loop import Loop
+from wandistill.train.objectives import Objective, build_objective
+from wandistill.train.progress import Progress
+from wandistill.train.record import MetricsLog, RunRecord, host_rss_bytes
+from wandistill.train.samples import SampleDrawer
+from wandistill.train.student import TrainedStudent
+from wandistill.train.trackers import Tracker
+
+_log = logging.getLogger(__name__)
+
+# Batches that initialisations and channels are measured on.
+_PROBES = 8
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is known before any weights are loaded."""
+
+    config: TrainConfig  # resolved: nothing is left to a default that depends on the machine or the teacher
+    folder: WanFolder
+    spec: StudentSpec
+    world: World
+    dtype: torch.dtype  # of the teacher
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What the teacher computes in: 8-bit weights are turned to bfloat16."""
+        return torch.bfloat16 if self.config.teacher_dtype in placement.QUANTIZED else self.dtype
+
+    @property
+    def output_dir(self) -> Path:
+        """The run's directory."""
+        return Path(self.config.output_dir)
+
+
+class PlacedTeacher:
+    """The teacher, loaded when it is first asked for: a run whose caches are full may need none."""
+
+    def __init__(self, setting: placement.Setting) -> None:
+        self._setting = setting
+        self._teacher: Teacher | None = None
+
+    def get(self) -> Teacher:
+        """The teacher at its place; all ranks call this together."""
+        if self._teacher is None:
+            self._teacher = placement.place(self._setting)
+        return self._teacher
+
+    def release(self) -> None:
+        """Gives its memory back; `get` loads it again."""
+        if self._teacher is not None:
+            self._teacher.close()
+            self._teacher = None
+
+
+def train(config: TrainConfig) -> None:
+    """Trains, or continues, or finds the run finished.
+
+    Raises:
+        WandistillError: with the exit code and the sentence for the user.
+    """
+    world = distributed.start(config)
+    try:
+        setup = resolve(config, world)
+        _set_precision(setup)
+        record = RunRecord(setup.output_dir, _identity(setup))
+        if _on_main(world, lambda: record.open(config.resume)):
+            _log.info(f"{setup.output_dir}: this run is finished; its student is in {setup.output_dir / 'student'}.")
+            return
+        _train(setup, record)
+    finally:
+        distributed.stop()
+
+
+def resolve(config: TrainConfig, world: World) -> Setup:
+    """Opens the teacher and settles every default that depends on it or on the machine.
+
+    Raises:
+        ConfigError: a teacher, student, resolution or combination of settings that cannot be.
+    """
+    folder = open_teacher(config.teacher_path)
+    spec = student_spec(config.student_config, folder.architecture)
+    embedded = config.teacher_path == "embedded"
+    on_gpu = world.device.type == "cuda"
+    size = spec.image_size
+    default_resolution = f"{size}x{size}" if size else ("64x64" if embedded else "832x480")
+    dtype = config.teacher_dtype if config.teacher_dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+    config = dataclasses.replace(
+        config,
+        device=world.device.type,
+        teacher_device_strategy=placement.resolve(config.teacher_device_strategy),
+        teacher_dtype=dtype,
+        resolution=config.resolution or default_resolution,
+        flow_shift=config.flow_shift or folder.flow_shift,
+        guidance_scale_2=config.guidance_low,
+        init=spec.init or config.init,
+    )
+    if not config.data_path and not embedded:
+        raise ConfigError(
+            "--data_path is missing: give a file of prompts (.txt, .csv, .jsonl, .parquet) or a folder of captioned "
+            "images. Only the embedded teacher brings prompts of its own."
+        )
+    if config.mixed_precision == "fp16" and not on_gpu:
+        raise ConfigError("--mixed_precision fp16: needs a GPU; on a CPU use no, or bf16 where the CPU has it.")
+    if config.targets == "cached" and config.feature_weight > 0:
+        raise ConfigError(
+            "--targets cached and --feature_weight contradict each other: cached targets hold velocities, no block "
+            "features. Use --targets online, or --feature_weight 0."
+        )
+    if config.student_parallel == "fsdp" and config.optimizer == "adamw8bit":
+        raise ConfigError(
+            "--student_parallel fsdp and --optimizer adamw8bit do not go together: torchao's 8-bit moments cannot be "
+            "sharded by this torch. Use --optimizer adamw_bf16, or --student_parallel ddp."
+        )
+    if config.teacher_rank_trains == "no":
+        raise ConfigError(
+            "--teacher_rank_trains no: this version cannot leave a rank out of training; use auto, with which the "
+            "teacher's rank trains too."
+        )
+    folder.latent_shape(*parse_resolution(config.resolution))
+    if world.is_main:
+        for text in [*folder.notes, *spec.notes, *_ineffective(config, folder, world)]:
+            _log.warning(f"note: {text}")
+    return Setup(config, folder, spec, world, placement.DTYPES[config.teacher_dtype])
+
+
+def _ineffective(config: TrainConfig, folder: WanFolder, world: World) -> list[str]:
+    """Settings that change nothing in this run."""
+    strategy = config.teacher_device_strategy
+
+    def only(places: tuple[str, ...], setting: str) -> tuple[bool, str]:
+        changed = getattr(config, setting) != FIELDS[setting].default
+        return changed and strategy not in places, f"--{setting}: only {' and '.join(places)} read it, not {strategy}"
+
+    found = [
+        only(("cpu", "offload", "stream"), "share_teacher"),
+        only(("cpu", "offload", "stream"), "share_dir"),
+        only(("gpu0",), "teacher_rank"),
+        only(("gpu0",), "teacher_rank_trains"),
+        only(("custom",), "teacher_device_map"),
+        only(("balanced", "sequential"), "max_memory"),
+        only(("stream",), "resident_blocks"),
+        only(("disk",), "disk_buffer"),
+        (config.force and config.teacher_dtype not in placement.QUANTIZED, "--force: no check is there to pass over"),
+        (config.ema_device != "gpu" and config.ema_decay == 0, "--ema_device: --ema_decay is 0, there is no average"),
+        (config.student_parallel == "fsdp" and world.size == 1, "--student_parallel fsdp: one rank shards nothing"),
+        (bool(config.sample_prompts) and not config.save_samples, "--sample_prompts: --no_save_samples draws none"),
+        (len(folder.experts) == 1 and config.init in ("average", "high"), f"--init {config.init}: there is one expert"),
+    ]
+    return [f"{text}; it has no effect here." for applies, text in found if applies]
+
+
+def _identity(setup: Setup) -> dict[str, Any]:
+    """What a continued run must share: the settings that shape the result, and the global batch."""
+    config, world = setup.config, setup.world
+    batch = config.batch_size * config.gradient_accumulation_steps * world.size
+    return {**config.identity(), "global_batch": batch, "student": setup.spec.to_config()}
+
+
+def _set_precision(setup: Setup) -> None:
+    if setup.world.device.type != "cuda":
+        return
+    torch.set_float32_matmul_precision("highest" if setup.config.deterministic else "high")
+    torch.backends.cudnn.allow_tf32 = not setup.config.deterministic
+    if setup.config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def _train(setup: Setup, record: RunRecord) -> None:
+    config, folder, spec, world = setup.config, setup.folder, setup.spec, setup.world
+    root = setup.output_dir / "checkpoints"
+    found, notes = _on_main(world, lambda: checkpoint.choose(root, config.resume))
+    for note in notes:
+        _log.warning(note)
+
+    teacher = PlacedTeacher(placement.Setting(config, folder, setup.dtype, world))
+    data = prepare_data(config, folder, teacher.get, world)
+    objective = build_objective(config.objective, config.feature_weight, spec.blocks)
+    total_samples, total_steps = _length(setup, len(data))
+    sampler = Sampler(
+        config, world, data, total_samples=total_samples, boundary=folder.boundary, shift=config.flow_shift
+    )
+    sections: dict[str, Any] = {}
+    pairs = list(zip(objective.student_blocks, objective.teacher_blocks, strict=True))
+    if found is None:
+        sections |= _quantization(setup, teacher, sampler)
+        student, more = _first_student(setup, teacher, sampler, pairs)
+        sections |= more
+    else:
+        student = empty_student(folder, spec, feature_pairs=pairs)
+    if config.targets == "cached":
+        teacher.release()
+
+    trained = TrainedStudent(student, config, world)
+    first = 0
+    if found is not None:
+        state = trained.state()
+        trainer = checkpoint.load(found, state, world)
+        trained.load_state(state, trainer)
+        first = trainer["step"]
+        _log.info(f"continuing from {found}")
+    if world.is_main:
+        record.begin(config, world.size, **_sections(setup, trained, total_steps, len(data)), **sections)
+    asked = teacher.get() if config.targets == "online" and first < total_steps else None
+    _run_loop(setup, trained, asked, data, sampler, objective, first, total_steps)
+    teacher.release()
+    _finish(setup, record, trained, total_steps, data.sample_prompts[0])
+
+
+def _length(setup: Setup, items: int) -> tuple[int, int]:
+    """Samples and optimizer steps of the whole run."""
+    config = setup.config
+    batch = config.batch_size * config.gradient_accumulation_steps * setup.world.size
+    if config.max_steps:
+        return config.max_steps * batch, config.max_steps
+    samples = config.num_epochs * items
+    return samples, math.ceil(samples / batch)
+
+
+def _probe_requests(setup: Setup, sampler: Sampler) -> list[Request]:
+    """A few requests of the kind that the run will make, spread over the experts."""
+    config, folder = setup.config, setup.folder
+    return [
+        Request(
+            batch.x,
+            batch.t,
+            batch.prompt,
+            expert,
+            config.guidance_scale if expert is folder.experts[0] else config.guidance_low,
+            (),
+        )
+        for expert, batch in sampler.probes(_PROBES)
+    ]
+
+
+def _quantization(setup: Setup, teacher: PlacedTeacher, sampler: Sampler) -> dict[str, Any]:
+    """Measures what 8-bit storage does to the targets, against bfloat16 weights read from disk block by block.
+
+    Raises:
+        ConfigError: more than the limit, without --force.
+    """
+    config = setup.config
+    if config.teacher_dtype not in placement.QUANTIZED:
+        return {}
+    reference = placement.BUILDERS["disk"](placement.Setting(config, setup.folder, torch.bfloat16, setup.world))
+    errors = quantization_error(teacher.get(), reference, _probe_requests(setup, sampler))
+    reference.close()
+    if setup.world.is_main:
+        told = ", ".join(f"{expert.value} {error:.2%}" for expert, error in errors.items())
+        _log.info(f"--teacher_dtype {config.teacher_dtype}: relative L2 error of the targets against bfloat16: {told}")
+    check_quantization(errors, config.teacher_dtype, allow=config.force)
+    return {"quantization_error": {expert.value: error for expert, error in errors.items()}}
+
+
+def _first_student(
+    setup: Setup, teacher: PlacedTeacher, sampler: Sampler, pairs: list[tuple[int, int]]
+) -> tuple[Student, dict[str, Any]]:
+    """The student as training starts, on rank 0; empty elsewhere, to be filled from there."""
+    config, folder, spec, world = setup.config, setup.folder, setup.spec, setup.world
+    init = config.init
+    narrow = spec.narrower_than(folder.architecture)
+    batches: list[ProbeBatch] = []
+    if init == "auto" or (narrow and init != "random"):
+        placed = teacher.get()
+        for ask in _probe_requests(setup, sampler):
+            answer = placed.result(placed.request(ask.x, ask.t, ask.prompt, ask.expert, ask.guidance))
+            batches.append(ProbeBatch(ask.x, ask.t, ask.prompt.positive, answer.velocity))
+        # What follows loads experts and candidates on this device, where the teacher may fill the memory.
+        teacher.release()
+
+    def build() -> tuple[Student, dict[str, Any]]:
+        chosen, sections = init, {}
+        candidates = ("low", "average", "high") if init == "auto" else (init,)
+        importances = {
+            name: importance_of(folder, spec, name, batches, dtype=setup.compute_dtype, device=world.device)
+            for name in candidates
+        }
+        if init == "auto":
+            chosen, errors = choose_init(folder, spec, batches, importances=importances, device=world.device)
+            sections["init"] = {"chosen": chosen, "velocity_errors": errors}
+            _log.info(f"--init auto: {chosen} is nearest to the teacher {errors}")
+        student = build_student(
+            folder, spec, chosen, feature_pairs=pairs, importance=importances[chosen], seed=config.seed
+        )
+        return student, sections
+
+    outcome = _catch(build) if world.is_main else (empty_student(folder, spec, feature_pairs=pairs), {})
+    error = world.broadcast(outcome if isinstance(outcome, WandistillError) else None)
+    if error is not None:
+        raise error
+    assert isinstance(outcome, tuple)
+    return outcome
+
+
+def _run_loop(
+    setup: Setup,
+    trained: TrainedStudent,
+    teacher: Teacher | None,
+    data: TrainingData,
+    sampler: Sampler,
+    objective: Objective,
+    first: int,
+    total: int,
+) -> None:
+    config, world = setup.config, setup.world
+    root = setup.output_dir / "checkpoints"
+    log = MetricsLog(setup.output_dir / "metrics.jsonl", first) if world.is_main else None
+    tracker = Tracker(config, setup.output_dir, enabled=world.is_main)
+    drawer = SampleDrawer(config, setup.folder, data, world) if config.save_samples else None
+    sample_interval = config.sample_interval or max(total // 4, 1)
+    progress = Progress("training", total, start=first, enabled=world.is_main)
+
+    def on_step(step: int, figures: dict[str, float]) -> None:
+        memory = {"gpu_peak_bytes": 0, "host_rss_bytes": host_rss_bytes()}
+        if world.device.type == "cuda":
+            memory["gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
+        if log is not None:
+            log.write(step, {**figures, **memory})
+        tracker.log(step, figures)
+        rate = sampler.global_batch / max(figures["step_seconds"], 1e-9)
+        progress.update(
+            text=f"loss {figures['loss']:.4f} {rate:.1f} samples/s teacher {figures['teacher_seconds'] * 1e3:.0f} ms "
+            f"student {figures['student_seconds'] * 1e3:.0f} ms {max(memory.values()) / 2**30:.1f} GiB"
+        )
+
+    def is_pause(step: int) -> bool:
+        return step == total or step % config.checkpoint_interval == 0 or step % sample_interval == 0
+
+    def on_pause(step: int, stopped: bool) -> None:
+        if drawer is not None and (step == total or step % sample_interval == 0):
+            drawer.draw(trained, step)
+        if stopped or step == total or step % config.checkpoint_interval == 0:
+            checkpoint.save(root, step, trained.state(), trained.trainer_state(), world, config.keep_checkpoints)
+
+    loop = Loop(
+        config,
+        world,
+        trained,
+        teacher,
+        sampler,
+        objective,
+        total_steps=total,
+        on_step=on_step,
+        is_pause=is_pause,
+        on_pause=on_pause,
+    )
+    try:
+        with progress:
+            loop.run(first)
+    finally:
+        tracker.close()
+        if log is not None:
+            log.close()
+
+
+def _finish(setup: Setup, record: RunRecord, trained: TrainedStudent, step: int, example_prompt: str) -> None:
+    """Exports the student; rank 0 alone works on, and nothing waits for it."""
+    config, folder = setup.config, setup.folder
+    weights = trained.full_weights()
+    if not setup.world.is_main:
+        return
+    export_student(
+        empty_student(folder, setup.spec).transformer,
+        folder,
+        setup.output_dir / "student",
+        resolution=parse_resolution(config.resolution),
+        steps=config.sample_steps,
+        shift=config.flow_shift,
+        weights=weights,
+        details={"steps": step, "seed": config.seed, "blocks": list(setup.spec.blocks)},
+        example_prompt=example_prompt,
+    )
+    record.end_try("finished", step)
+    write_report(setup.output_dir)
+    _log.info(
+        f"the student is in {setup.output_dir / 'student'}, the report is {setup.output_dir / 'report.html'}; "
+        f"'wandistill evaluate {setup.output_dir}' compares it with the teacher."
+    )
+
+
+def _sections(setup: Setup, trained: TrainedStudent, total_steps: int, items: int) -> dict[str, Any]:
+    """The parts of run.json that describe teacher, student and schedule."""
+    folder, spec = setup.folder, setup.spec
+    return {
+        "teacher": {
+            "path": setup.config.teacher_path,
+            "experts": [expert.value for expert in folder.experts],
+            "boundary": folder.boundary,
+            "parameters": folder.architecture.parameters * len(folder.experts),
+            "fingerprint": folder.fingerprint(*(expert.value for expert in folder.experts)),
+        },
+        "student": {
+            "config": spec.to_config(),
+            "parameters": spec.architecture.parameters,
+            "blocks": list(spec.blocks),
+        },
+        "steps": total_steps,
+        "items": items,
+    }
+
+
+def _on_main(world: World, function: Any) -> Any:
+    """Rank 0's result of `function` on every rank; its error is every rank's error."""
+    outcome = world.broadcast(_catch(function) if world.is_main else None)
+    if isinstance(outcome, WandistillError):
+        raise outcome
+    return outcome
+
+
+def _catch(function: Any) -> Any:
+    try:
+        return function()
+    except WandistillError as error:
+        return error

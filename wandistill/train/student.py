@@ -1,0 +1,214 @@
+"""The student under training: its parallelism, precision, optimizer and average, and their state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from diffusers import WanTransformer3DModel
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from wandistill.config import TrainConfig
+from wandistill.models.student import Student
+from wandistill.train.distributed import World
+from wandistill.train.optimizer import HALF_WEIGHTS, Average, build_optimizer, half_weights, seed_rounding
+
+
+class TrainedStudent:
+    """A `Student` with everything that moves it.
+
+    accelerate carries device, DDP, mixed precision and the fp16 scaler. `--student_parallel fsdp` calls torch's
+    `fully_shard` itself, since accelerate offers FSDP2 on GPUs only, and the tests run it on CPU ranks.
+
+    DDP looks for unused parameters, although there are none: only then it keeps its buckets as they are. Otherwise
+    it rebuilds them after the first step, so that a resumed run of three or more ranks sums in another order.
+    """
+
+    def __init__(self, student: Student, config: TrainConfig, world: World) -> None:
+        self._config, self._world = config, world
+        self.accelerator = Accelerator(
+            cpu=world.device.type == "cpu",
+            mixed_precision=config.mixed_precision,
+            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True)],
+        )
+        if config.optimizer in HALF_WEIGHTS:
+            half_weights(student, WanTransformer3DModel._keep_in_fp32_modules)
+        student.gradient_checkpointing = config.gradient_checkpointing
+        self.module = student
+        self.sharded = config.student_parallel == "fsdp" and world.size > 1
+        # Parameters that FSDP leaves whole on every rank; their gradients are averaged by `accumulate`.
+        self._replicated: list[nn.Parameter] = []
+        if self.sharded:
+            self._shard()
+        else:
+            _place(student, world.device)
+        self.optimizer = build_optimizer(config.optimizer, self.module.parameters(), config.lr, config.weight_decay)
+        self._model: nn.Module = self.module
+        if not self.sharded:
+            self._model = self.accelerator.prepare_model(self.module)
+        self._stepper = self.accelerator.prepare_optimizer(self.optimizer)
+        self.average: Average | None = None
+        if config.ema_decay > 0 and config.ema_device != "none":
+            device = torch.device("cpu") if config.ema_device == "cpu" else world.device
+            self.average = Average(self.module, config.ema_decay, device)
+
+    def __call__(
+        self, x: Tensor, t: Tensor, prompt: Tensor, features: Sequence[int] = ()
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Velocity [B, C, F, H, W] and block features [B, N, D], in the precision of the run."""
+        with self.accelerator.autocast():
+            return self._model(x, t, prompt, features)
+
+    def predict(self, x: Tensor, t: Tensor, prompt: Tensor) -> Tensor:
+        """The velocity for a picture: outside DDP, so one rank may ask alone (not when the student is sharded)."""
+        with self.accelerator.autocast():
+            velocity, _ = self.module(x, t, prompt)
+        return velocity
+
+    @contextmanager
+    def accumulate(self, *, last: bool) -> Iterator[None]:
+        """Wraps forward and backward of a micro-batch; gradients are averaged over the ranks in the last one."""
+        if self.sharded:
+            assert isinstance(self.module, FSDPModule)
+            self.module.set_requires_gradient_sync(last)
+            yield
+            if last and self._replicated:
+                self._average_replicated()
+        elif last or self._world.size == 1:
+            yield
+        else:
+            with self.accelerator.no_sync(self._model):
+                yield
+
+    def _average_replicated(self) -> None:
+        gradients = [p.grad for p in self._replicated if p.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        flat /= self._world.size
+        for gradient, piece in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(piece.view_as(gradient))
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward, scaled under fp16."""
+        self.accelerator.backward(loss)
+
+    def step(self, step: int, max_norm: float) -> Tensor:
+        """Clips, takes optimizer step `step` (from 0) and moves the average; returns the norm before clipping."""
+        self.accelerator.unscale_gradients(self._stepper)
+        norm = self._clip(max_norm)
+        seed_rounding(self._config.seed, step)
+        # torchao compiles its step, which takes a C++ compiler on a CPU, and traces no sharded tensors.
+        plain = self.sharded or self._world.device.type == "cpu"
+        with torch.compiler.set_stance("force_eager") if plain else nullcontext():
+            self._stepper.step()
+        self._stepper.zero_grad()
+        if self.average is not None:
+            self.average.update(self.module, step)
+        return norm
+
+    def _clip(self, max_norm: float) -> Tensor:
+        # Sharded and whole gradients cannot be stacked together: each kind has a norm, of which the norm is taken.
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        kinds = [[p for p in parameters if isinstance(p, DTensor) is kind] for kind in (False, True)]
+        norms = [_whole(get_total_norm([p.grad for p in kind if p.grad is not None])) for kind in kinds if kind]
+        total = torch.linalg.vector_norm(torch.stack(norms))
+        for kind in kinds:
+            if kind:
+                clip_grads_with_norm_(kind, max_norm, total)
+        return total
+
+    def _shard(self) -> None:
+        """Shards the module over the ranks, and fills it from rank 0's weights if that has any."""
+        whole_weights = self.module.state_dict()
+        filled = self._world.broadcast(not any(tensor.is_meta for tensor in whole_weights.values()))
+        # FSDP wants one dtype in a group. With half weights, Wan's float32 parts stay whole on every rank: 0.2 %.
+        half = self._config.optimizer in HALF_WEIGHTS
+        names = [n for n, p in self.module.named_parameters() if half and p.dtype == torch.float32]
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        self.module.to("meta")
+        self._replicated = [self.module.get_parameter(name) for name in names]
+        mesh = init_device_mesh(self._world.device.type, (self._world.size,))
+        for block in self.module.transformer.blocks:
+            fully_shard(block, mesh=mesh, ignored_params=set(self._replicated))
+        fully_shard(self.module, mesh=mesh, ignored_params=set(self._replicated))
+        _fill_buffers(self.module.to_empty(device=self._world.device), buffers, self._world.device)
+        self._replicated = [self.module.get_parameter(name) for name in names]
+        if filled:
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(self.module, whole_weights if self._world.is_main else {}, options=options)
+
+    # --- state ---
+
+    def state(self) -> dict[str, Any]:
+        """Tensors of student, optimizer and average, as a checkpoint holds them; loading fills them in place."""
+        state: dict[str, Any] = {
+            "student": get_model_state_dict(self.module),
+            "optimizer": get_optimizer_state_dict(self.module, self.optimizer),
+        }
+        if self.average is not None:
+            state["average"] = self.average.weights
+        return state
+
+    def load_state(self, state: dict[str, Any], trainer: dict[str, Any]) -> None:
+        """Takes over a state that a checkpoint has filled."""
+        set_model_state_dict(self.module, state["student"])
+        set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
+        if self.accelerator.scaler is not None and trainer.get("scaler"):
+            self.accelerator.scaler.load_state_dict(trainer["scaler"])
+
+    def trainer_state(self) -> dict[str, Any]:
+        """What else goes into a checkpoint, as JSON."""
+        scaler = self.accelerator.scaler
+        return {"scaler": scaler.state_dict() if scaler is not None else None}
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """The weights to export (averaged, where there is an average), whole and on the CPU; filled on rank 0 only
+        when sharded. All ranks must call it."""
+        if self.average is not None:
+            return {name: _whole(tensor).cpu() for name, tensor in self.average.weights.items()}
+        if self.sharded:
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            weights = get_model_state_dict(self.module, options=options)
+            return {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
+        return {name: parameter.detach().cpu() for name, parameter in self.module.named_parameters()}
+
+
+def _place(module: nn.Module, device: torch.device) -> None:
+    """Moves a module to `device`; parameters on the meta device get memory, to be filled by DDP or a checkpoint."""
+    if any(parameter.is_meta for parameter in module.parameters()):
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        _fill_buffers(module.to_empty(device=device), buffers, device)
+    else:
+        module.to(device)
+
+
+def _fill_buffers(module: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
+    """Gives buffers their values back, which `to_empty` forgets: Wan's rotary tables are in no state dict."""
+    for name, buffer in buffers.items():
+        owner, _, key = name.rpartition(".")
+        setattr(module.get_submodule(owner), key, buffer.to(device))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # An average on the CPU keeps a GPU mesh: gathered where the mesh is.
+    gathered = tensor.to(tensor.device_mesh.device_type)
+    assert isinstance(gathered, DTensor)
+    return gathered.full_tensor()

@@ -1,0 +1,48 @@
+"""A placement that is no part of wandistill: this file and one line in `BUILDERS` are all that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from wandistill.models.forward import forward
+from wandistill.teacher import Setting
+from wandistill.teacher.base import Expert, Prompt, Request, TeacherOutput
+
+
+class EagerTeacher:
+    """Computes at once, when it is asked."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._step = setting.config.teacher_micro_batch
+        self._timed = setting.folder.expand_timesteps
+        self._models = {
+            expert: setting.folder.load_transformer(expert, setting.dtype, setting.world.device).float()
+            for expert in setting.folder.experts
+        }
+
+    def request(
+        self, x: Tensor, t: Tensor, prompt: Prompt, expert: Expert, guidance: float, features: Sequence[int] = ()
+    ) -> TeacherOutput:
+        request = Request(x, t, prompt, expert, guidance, tuple(features))
+        inputs = request.model_inputs()
+        pieces = zip(*(tensor.split(self._step or len(inputs[0])) for tensor in inputs), strict=True)
+        answers = [
+            forward(self._models[expert], *piece, request.features, expand_timesteps=self._timed) for piece in pieces
+        ]
+        joined = {index: [kept[index] for _, kept in answers] for index in request.features}
+        velocity = [velocity for velocity, _ in answers]
+        return request.output(torch.cat(velocity), {index: torch.cat(pieces) for index, pieces in joined.items()})
+
+    def result(self, ticket: object) -> TeacherOutput:
+        assert isinstance(ticket, TeacherOutput)
+        return ticket
+
+    def close(self) -> None:
+        self._models.clear()
+
+
+def build(setting: Setting) -> EagerTeacher:
+    return EagerTeacher(setting)

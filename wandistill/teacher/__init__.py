@@ -1,0 +1,94 @@
+"""Placing the teacher: the map from a placement's name to what builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import torch
+
+from wandistill.errors import ConfigError
+from wandistill.teacher.base import Teacher
+
+if TYPE_CHECKING:
+    from wandistill.config import TrainConfig
+    from wandistill.models.wan import WanFolder
+    from wandistill.train.distributed import World
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "float8": torch.float8_e4m3fn,
+}
+# Storage only: computed in bfloat16.
+QUANTIZED = ("int8", "float8")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a placement is built from."""
+
+    config: TrainConfig
+    folder: WanFolder
+    dtype: torch.dtype
+    world: World
+
+
+def _resident(setting: Setting, device: torch.device) -> Teacher:
+    from wandistill.teacher.resident import ResidentTeacher
+
+    models = {
+        expert: setting.folder.load_transformer(expert, setting.dtype, device) for expert in setting.folder.experts
+    }
+    return ResidentTeacher(
+        models,
+        device,
+        expand_timesteps=setting.folder.expand_timesteps,
+        micro_batch=setting.config.teacher_micro_batch,
+    )
+
+
+def _gpu(setting: Setting) -> Teacher:
+    if setting.config.teacher_dtype in QUANTIZED:
+        from wandistill.teacher.quantized import build
+
+        return build(setting)
+    return _resident(setting, setting.world.device)
+
+
+BUILDERS: dict[str, Callable[[Setting], Teacher]] = {
+    "gpu": _gpu,
+    "gpu0": lambda setting: import_module("wandistill.teacher.gpu0").build(setting),
+    "balanced": lambda setting: import_module("wandistill.teacher.balanced").build(setting),
+    "sequential": lambda setting: import_module("wandistill.teacher.sequential").build(setting),
+    "custom": lambda setting: import_module("wandistill.teacher.custom").build(setting),
+    "sharded": lambda setting: import_module("wandistill.teacher.sharded").build(setting),
+    "cpu": lambda setting: import_module("wandistill.teacher.cpu").build(setting),
+    "offload": lambda setting: import_module("wandistill.teacher.offload").build(setting),
+    "stream": lambda setting: import_module("wandistill.teacher.stream").build(setting),
+    "disk": lambda setting: import_module("wandistill.teacher.disk").build(setting),
+}
+
+
+def resolve(strategy: str) -> str:
+    """The placement that `strategy` stands for.
+
+    Raises:
+        ConfigError: a placement that does not exist.
+    """
+    if strategy == "auto":
+        return "gpu"
+    if strategy not in BUILDERS:
+        raise ConfigError(
+            f"--teacher_device_strategy {strategy}: this version places the teacher with {', '.join(BUILDERS)} or auto."
+        )
+    return strategy
+
+
+def place(setting: Setting) -> Teacher:
+    """Loads the teacher at its place."""
+    return BUILDERS[resolve(setting.config.teacher_device_strategy)](setting)

@@ -1,0 +1,58 @@
+"""The order between copies and compute: a stream for copies on a GPU, and plain order on a CPU."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Mark(Protocol):
+    """A point in a device's work. None stands for a point that has passed."""
+
+    def synchronize(self) -> None:
+        """Waits on the host until the point has passed."""
+        ...
+
+
+class CopyStream:
+    """Copies to `device` that run beside its compute.
+
+    On a GPU events order the two, and the host never waits. On a CPU copies happen at once, so every mark is None:
+    the callers' code is the same.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
+
+    def mark(self) -> Mark | None:
+        """The point after all compute enqueued so far."""
+        if self._stream is None:
+            return None
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def copy(self, target: Tensor, source: Tensor, after: Mark | None) -> Mark | None:
+        """Copies once `after` has passed; returns the point after the copy.
+
+        Both tensors must outlive that point: torch's allocator does not know of it.
+        """
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        with torch.cuda.stream(self._stream):
+            if isinstance(after, torch.cuda.Event):
+                self._stream.wait_event(after)
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def wait(self, mark: Mark | None) -> None:
+        """Makes all compute enqueued from now on wait for `mark`."""
+        if isinstance(mark, torch.cuda.Event):
+            torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def synchronize(self) -> None:
+        """Waits on the host until all copies are done."""
+        if self._stream is not None:
+            self._stream.synchronize()

@@ -1,0 +1,36 @@
+"""Placement `cpu`: one host copy per node, each rank computes on its share of the cores, where the weights lie."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from wandistill.teacher.assembly import Assembly
+from wandistill.teacher.base import Teacher
+from wandistill.teacher.feeds import Mapped
+
+if TYPE_CHECKING:
+    from wandistill.teacher import Setting
+
+
+def build(setting: Setting) -> Teacher:
+    """Computes on the CPU, whatever the student's device is."""
+    parts = Assembly(setting, torch.device("cpu"), direct=False)
+    copy = parts.host_copy(parts.layout.records)
+    parts.reader.close()
+    before = torch.get_num_threads()
+    torch.set_num_threads(core_share(before, setting.world.local_size))
+    return parts.engine(Mapped(copy), Mapped(copy), closing=[copy.close, lambda: torch.set_num_threads(before)])
+
+
+def core_share(threads: int, ranks: int) -> int:
+    """Threads of one of `ranks` ranks on this machine, given what torch would take.
+
+    torchrun sets OMP_NUM_THREADS to 1 where the user did not set it, which leaves all but `ranks` cores idle; another
+    number is the user's, and stays.
+    """
+    if ranks == 1 or os.environ.get("OMP_NUM_THREADS", "1") != "1":
+        return threads
+    return max(len(os.sched_getaffinity(0)) // ranks, 1)

@@ -1,0 +1,115 @@
+"""Host memory for weights: how much there is, and making it reachable for a GPU's copy engine."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Larger registrations were seen to fail; see `pin`.
+_LARGEST_REGISTRATION = 64 << 30
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take: what the machine has available, or what its cgroups leave if less.
+
+    Page cache counts as available, since the kernel gives it up.
+    """
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    fields = {name: int(value.split()[0]) * 1024 for name, value in (line.split(":", 1) for line in lines)}
+    return max(min([fields["MemAvailable"], *_cgroup_rooms()]), 0)
+
+
+def _cgroup_rooms() -> list[int]:
+    """Room under each memory limit of this process's cgroup and its ancestors, versions 1 and 2."""
+    rooms = []
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = Path("/sys/fs/cgroup") / controllers
+        limit, usage = (
+            ("memory.max", "memory.current") if not controllers else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        )
+        folder = root / name.lstrip("/")
+        # Inside a container the name may be that outside of it; its own root is then all there is to see.
+        for place in [folder, *folder.parents]:
+            with contextlib.suppress(FileNotFoundError):
+                most = (place / limit).read_text(encoding="ascii").strip()
+                if most.isdigit():
+                    used = int((place / usage).read_text(encoding="ascii"))
+                    statistics = (place / "memory.stat").read_text(encoding="ascii").split()
+                    cache = dict(zip(statistics[::2], statistics[1::2], strict=True))
+                    rooms.append(int(most) - used + int(cache["inactive_file"]))
+            if place == root:
+                break
+    return rooms
+
+
+class HostBuffers:
+    """`count` buffers of `size` bytes of this process's own memory, pinned for `device` if that is a GPU and it can be.
+
+    torch's pinned allocator rounds each up to a power of two; this takes what was asked for.
+    """
+
+    def __init__(self, size: int, count: int, device: torch.device) -> None:
+        self._memory = torch.from_numpy(np.frombuffer(mmap.mmap(-1, size * count), np.uint8))
+        self._device = device
+        self._pinned = pin(self._memory, device)
+        self.tensors = list(self._memory.split(size))  # uint8 [size] each
+
+    def close(self) -> None:
+        """Unpins them; the memory is free once no tensor is left."""
+        if self._pinned:
+            unpin(self._memory, self._device)
+            self._pinned = False
+        self.tensors.clear()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def pin(memory: Tensor, device: torch.device) -> bool:
+    """Registers host memory with `device`, so that its copies run at full speed and beside compute.
+
+    In pieces of at most 64 GiB. Returns whether all of it is registered; else none is: a limit on locked memory, a
+    file system whose pages cannot be pinned, or a device that is no GPU.
+    """
+    if device.type != "cuda":
+        return False
+    runtime = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        for done, (address, size) in enumerate(_pieces(memory)):
+            if runtime.cudaHostRegister(address, size, 0) != runtime.cudaError.success:
+                for registered, _ in _pieces(memory)[:done]:
+                    runtime.cudaHostUnregister(registered)
+                _clear_cuda_error(device)
+                return False
+    return True
+
+
+def unpin(memory: Tensor, device: torch.device) -> None:
+    """Takes back `pin`, which must have returned True. No copy from `memory` may be under way."""
+    runtime = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        for address, _ in _pieces(memory):
+            runtime.cudaHostUnregister(address)
+
+
+def _pieces(memory: Tensor) -> list[tuple[int, int]]:
+    """Address and bytes of the pieces that are registered apart."""
+    address, size = memory.data_ptr(), memory.numel()
+    return [
+        (address + begin, min(_LARGEST_REGISTRATION, size - begin)) for begin in range(0, size, _LARGEST_REGISTRATION)
+    ]
+
+
+def _clear_cuda_error(device: torch.device) -> None:
+    """Forgets the error that a failed registration leaves, which the next kernel would report as its own.
+
+    torch does not expose cudaGetLastError, but calls it after each launch.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)

@@ -1,0 +1,21 @@
+"""Placement `stream`: one host copy per node, each rank's GPU prefetches the blocks through fixed slots."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from wandistill.teacher.assembly import build_from_host_copy
+from wandistill.teacher.base import Teacher
+
+if TYPE_CHECKING:
+    from wandistill.teacher import Setting
+
+# One is computed with, one is full, one is filled: with two the link waits for every block's compute to end. On a CPU
+# a copy is done at once.
+_SLOTS = {"cuda": 3, "cpu": 2}
+
+
+def build(setting: Setting) -> Teacher:
+    """Streams through fixed slots; `--resident_blocks` of each expert stay on the GPU."""
+    slots = _SLOTS[setting.world.device.type]
+    return build_from_host_copy(setting, slots=slots, resident_blocks=setting.config.resident_blocks)

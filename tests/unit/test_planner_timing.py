@@ -1,0 +1,137 @@
+"""Step times: near what was measured, and in the order that the placements must have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from wandistill.architecture import WanArchitecture
+from wandistill.catalog import find_gpu, find_model
+from wandistill.planner.activations import Pass
+from wandistill.planner.placements import Placement
+from wandistill.planner.plan import Plan, plan
+from wandistill.planner.rates import catalogue_rates
+from wandistill.planner.request import Machines, PlanRequest
+from wandistill.planner.tape import Compute
+from wandistill.planner.timing import forward_seconds, prepare_cost
+from wandistill.planner.work import forward_work
+from wandistill.student_config import student_spec
+from wandistill.units import GIB
+
+WAN_14B = WanArchitecture()
+
+
+def ask(gpu: str, ranks: int, batch: int = 1, **settings: Any) -> PlanRequest:
+    teacher = find_model("wan2.2-t2v-a14b")
+    machines = Machines(find_gpu(gpu), ranks, 1, 1024 * GIB, cores=16)
+    spec = student_spec("1b", teacher.architecture)
+    return PlanRequest(teacher, spec.architecture, "1b", machines, 832, 480, batch_size=batch, **settings)
+
+
+def teacher_seconds(answer: Plan, placement: Placement) -> float:
+    time = answer.row(placement).time
+    assert time is not None
+    return time.teacher
+
+
+# Resident forwards of a 14B-shaped expert in bfloat16, milliseconds (torch 2.11, one machine of each card).
+MEASURED = [
+    ("h100-80gb", 1, 1560, 97.0),
+    ("h100-80gb", 8, 1560, 749.0),
+    ("h100-80gb", 4, 4096, 1022.0),
+    ("h200-141gb", 1, 1560, 93.7),
+    ("h200-141gb", 2, 1560, 185.5),
+    ("h200-141gb", 8, 1560, 737.9),
+]
+
+
+@pytest.mark.parametrize(("gpu", "batch", "tokens", "measured"), MEASURED)
+def test_a_forward_takes_what_was_measured_within_15_percent(
+    gpu: str, batch: int, tokens: int, measured: float
+) -> None:
+    rates = catalogue_rates(Machines(find_gpu(gpu), 1, 1, 128 * GIB, 16))
+    run = Pass(WAN_14B, batch, tokens, 512, Compute(2))
+    assert 1e3 * forward_seconds(run, rates) == pytest.approx(measured, rel=0.15)
+
+
+def test_a_forward_s_products_are_twice_the_parameters_that_each_token_meets() -> None:
+    work = forward_work(Pass(WAN_14B, 1, 4096, 512, Compute(2)))
+    # Keys and values of the cross-attention meet the prompt's 512 tokens alone.
+    prompt_side = 40 * 2 * 5120 * 5120
+    assert work.matrix_flops == pytest.approx(2 * 4096 * (14.05e9 - prompt_side) + 2 * 512 * prompt_side, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("placement", "batch", "ranks", "measured"),
+    [
+        # Ratio to resident on H100: a prototype with three slots, alone and beside another rank.
+        (Placement.STREAM, 1, 1, 0.188),
+        (Placement.STREAM, 8, 1, 0.976),
+        (Placement.STREAM, 8, 2, 0.980),
+    ],
+)
+def test_streaming_costs_what_was_measured(placement: Placement, batch: int, ranks: int, measured: float) -> None:
+    answer = plan(ask("h100-80gb", ranks, batch, guided=False))
+    ratio = teacher_seconds(answer, Placement.GPU) / teacher_seconds(answer, placement)
+    assert ratio == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(("batch", "measured"), [(1, 0.873), (2, 0.916), (8, 0.961)])
+def test_sharding_costs_what_was_measured_on_two_h200(batch: int, measured: float) -> None:
+    answer = plan(ask("h200-141gb", 2, batch, guided=False))
+    ratio = teacher_seconds(answer, Placement.GPU) / teacher_seconds(answer, Placement.SHARDED)
+    assert ratio == pytest.approx(measured, rel=0.1)
+
+
+def test_two_ranks_split_the_fetch_where_the_link_is_the_bound() -> None:
+    answer = plan(ask("h100-80gb", 2, 1, guided=False))
+    alone = plan(ask("h100-80gb", 1, 1, guided=False))
+    # Measured: 0.327 s with one stream for copies and gathers, 0.265 s with two; alone 0.516 s.
+    assert teacher_seconds(alone, Placement.STREAM) == pytest.approx(0.516, rel=0.05)
+    assert teacher_seconds(answer, Placement.STREAM) == pytest.approx(0.265, rel=0.1)
+
+
+@pytest.mark.parametrize("gpu", ["rtx-3090", "a100-80gb", "h100-80gb"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_no_placement_computes_faster_than_gpu_and_offload_not_faster_than_stream(gpu: str, batch: int) -> None:
+    answer = plan(ask(gpu, 4, batch))
+    seconds = {row.placement: row.time.teacher for row in answer.rows if row.time}
+    assert seconds[Placement.GPU] == min(seconds.values())
+    assert seconds[Placement.OFFLOAD] >= seconds[Placement.STREAM] >= seconds[Placement.GPU]
+    assert seconds[Placement.CPU] == max(seconds.values())
+
+
+def test_gpu0_computes_for_all_and_balanced_has_its_bubble() -> None:
+    answer = plan(ask("a100-80gb", 4, teacher_rank_trains="yes"))
+    gpu = teacher_seconds(answer, Placement.GPU)
+    assert teacher_seconds(answer, Placement.GPU0) == pytest.approx(4 * gpu)
+    assert gpu < teacher_seconds(answer, Placement.BALANCED) < 2 * gpu
+
+
+def test_resident_blocks_spare_their_share_of_the_link() -> None:
+    none, half = (plan(ask("h100-80gb", 1, guided=False, resident_blocks=count)) for count in (0, 20))
+    assert teacher_seconds(half, Placement.STREAM) == pytest.approx(
+        teacher_seconds(none, Placement.STREAM) / 2, rel=0.05
+    )
+
+
+def test_micro_batches_share_one_pass_over_the_link() -> None:
+    once, four = (plan(ask("h100-80gb", 1, guided=False, gradient_accumulation_steps=steps)) for steps in (1, 4))
+    assert teacher_seconds(four, Placement.STREAM) < 1.1 * teacher_seconds(once, Placement.STREAM)
+
+
+def test_checkpointing_takes_a_third_more_of_the_student() -> None:
+    kept, again = (plan(ask("h100-80gb", 1, gradient_checkpointing=flag)).row(Placement.GPU).time for flag in (0, 1))
+    assert kept is not None and again is not None
+    assert again.student == pytest.approx(kept.student * 4 / 3, rel=0.03)
+
+
+def test_the_caches_cost_grows_with_the_prompts() -> None:
+    one, ten = (
+        prepare_cost(ask("h100-80gb", 1), Placement.GPU, None, prompts=count, rollout_steps=8) for count in (100, 1000)
+    )
+    assert ten.latent_seconds == pytest.approx(10 * one.latent_seconds)
+    # 16 channels of 104 x 60 in float32: 0.4 MB a prompt.
+    assert ten.latent_bytes == 1000 * 4 * 16 * 104 * 60
+    assert ten.embedding_bytes < 1000 * 512 * 4096 * 2

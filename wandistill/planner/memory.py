@@ -1,0 +1,236 @@
+"""Memory of each rank's device and of each node, by term and phase.
+
+A run goes through phases, each with its own peak: the text encoder fills the embedding cache, the teacher rolls out the
+latents, then every step asks the teacher, runs the student forward and backward and updates it, and at times rank 0
+draws samples with the VAE. What lasts is in all phases that follow its begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wandistill.device_map import DeviceMap
+from wandistill.planner.caches import encoding, rollout_rows, sampling, text_encoder
+from wandistill.planner.placements import SPECS, Placement, Store
+from wandistill.planner.request import PlanRequest
+from wandistill.planner.student_memory import StudentMemory
+from wandistill.planner.teacher_memory import DISK_BLOCKS, forward_terms, records, stored_terms, weight_terms
+from wandistill.planner.terms import Phases, Term, total
+from wandistill.units import GIB, MIB, format_bytes
+
+# Not measured on each card: a CUDA context with torch's kernels loaded as they are used, and NCCL's buffers of one
+# communicator. `--memory_profile` and the probe replace both by what they see.
+CUDA_CONTEXT = 576 * MIB
+NCCL_COMMUNICATOR = 320 * MIB
+# cuBLAS takes a workspace for each thread that multiplies (torch's aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB from
+# compute capability 9.0 on, 8.125 MiB before): the main one and autograd's.
+_WORKSPACE = {True: 32 * MIB, False: 8 * MIB + 128 * 1024}
+_WORKSPACE_THREADS = 2
+# Cached blocks that fit nothing else: a share of what comes and goes, and a little beside it.
+_SLACK_SHARE = 0.05
+_SLACK = 64 * MIB
+
+# Host memory of a process: interpreter and libraries, and with a GPU CUDA's host side.
+PROCESS = int(1.0 * GIB)
+PROCESS_WITH_GPU = int(2.0 * GIB)
+# Readers' pieces of a node: 4 threads, 2 MiB each and a page at either end (wandistill.teacher.record_reader).
+_STAGING = 4 * (2 * MIB + 8192)
+_BOUNCE_BLOCKS = 2
+
+# Terms of a node that are gone when the student is exported.
+_TEACHERS = (
+    "teacher copy",
+    "staging",
+    "bounce buffers",
+    "disk buffers",
+    "teacher parts",
+    "teacher activations",
+    "teacher wide block",
+)
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """One node."""
+
+    host: Phases
+    shm: int  # bytes of /dev/shm
+    disk: int  # bytes of the checkpoints that are kept, and of the one being written
+
+
+def rank_memory(
+    request: PlanRequest,
+    student: StudentMemory,
+    placement: Placement,
+    rank: int,
+    places: DeviceMap | None,
+    *,
+    trains: bool,
+) -> Phases:
+    """The device of one rank.
+
+    Args:
+        student: of the request, see `student_memory`.
+        rank: of the job for gpu0 and custom, else of its node.
+        places: of a pipeline.
+        trains: whether the rank has a student; gpu0's teacher rank may have none.
+    """
+    base = _base(request, placement)
+    teacher = weight_terms(request, placement, rank, places)
+    online = [text_encoder(request)] if request.embeddings == "online" else []
+
+    def phase(lasting: Sequence[Term], passing: Sequence[Term]) -> list[Term]:
+        return [*lasting, *passing, *_slack(request, passing)]
+
+    rollouts = forward_terms(request, placement, rank, places, rollout_rows(request), 1)
+    phases = {
+        "embeddings": phase([*base, text_encoder(request)], [encoding(request)]),
+        "rollouts": phase([*base, *teacher, *online], rollouts),
+    }
+    asked = forward_terms(request, placement, rank, places, request.teacher_rows, request.gradient_accumulation_steps)
+    if not trains:
+        return Phases({**phases, "teacher": phase([*base, *teacher], asked)})
+    lasting = [*base, *teacher, *online, *student.always, _batches(request), *student.lasting_gradients]
+    phases["teacher"] = phase(lasting, [*_gradients_before(request, placement, student), *asked])
+    if SPECS[placement].side_stream and request.on_gpu:
+        # What the side stream freed is kept for it, so the student cannot use it.
+        lasting.append(
+            Term("side stream pool", total(asked), "memory that the teacher's stream keeps", allocated=False)
+        )
+    phases["student"] = phase(lasting, [_answers(request), *student.backward])
+    phases["optimizer"] = phase(lasting, student.optimizer)
+    if request.save_samples and rank == 0:
+        phases["samples"] = phase(lasting, sampling(request))
+    return Phases(phases)
+
+
+def _base(request: PlanRequest, placement: Placement) -> list[Term]:
+    gpu = request.machines.gpu
+    if gpu is None:
+        return []
+    workspace = _WORKSPACE[gpu.capability >= (9, 0)]
+    terms = [
+        Term("cuda context", CUDA_CONTEXT, "context and kernels", allocated=False),
+        Term(
+            "cublas workspaces",
+            _WORKSPACE_THREADS * workspace,
+            f"{_WORKSPACE_THREADS} threads x {format_bytes(workspace)}",
+        ),
+    ]
+    if request.machines.world > 1:
+        groups = 2 if SPECS[placement].side_stream or placement is Placement.SHARDED else 1
+        formula = f"{groups} communicators x {format_bytes(NCCL_COMMUNICATOR)}"
+        terms.append(Term("nccl buffers", groups * NCCL_COMMUNICATOR, formula, allocated=False))
+    return terms
+
+
+def _slack(request: PlanRequest, passing: Sequence[Term]) -> list[Term]:
+    """What torch's allocator keeps of tensors that came and went."""
+    if not request.on_gpu:
+        return []
+    size = sum(term.size for term in passing if term.allocated)
+    formula = f"{_SLACK_SHARE:.0%} of {format_bytes(size)} + {format_bytes(_SLACK)}"
+    return [Term("allocator slack", int(_SLACK_SHARE * size) + _SLACK, formula, allocated=False)]
+
+
+def _gradients_before(request: PlanRequest, placement: Placement, student: StudentMemory) -> Sequence[Term]:
+    """Gradients that only last within a step, and are there while the teacher computes."""
+    later = request.gradient_accumulation_steps > 1 and placement is Placement.GPU
+    # A resident teacher answers each micro-batch in its turn; the others answer all of a step at its begin.
+    return [term for term in student.backward if term.name == "student gradients"] if later else []
+
+
+def _batches(request: PlanRequest) -> Term:
+    """Inputs of this step and, until its figures are read, of the one before (wandistill.train.loop)."""
+    run = request.student_pass(request.batch_size).sizes
+    one = 4 * (run.latents + run.text + run.text // request.batch_size)
+    count = 2 * request.gradient_accumulation_steps
+    return Term("batches", count * one, f"{count} micro-batches x {format_bytes(one)}")
+
+
+def _answers(request: PlanRequest) -> Term:
+    """The teacher's velocities and features of all micro-batches, in float32."""
+    run = request.student_pass(request.batch_size).sizes
+    features = request.kept_features * request.batch_size * request.tokens * request.model.architecture.hidden_size
+    one = 4 * (run.velocity + features)
+    count = request.gradient_accumulation_steps
+    return Term("teacher answers", count * one, f"{count} micro-batches x {format_bytes(one)}")
+
+
+def node_memory(
+    request: PlanRequest,
+    student: StudentMemory,
+    placement: Placement,
+    devices: Sequence[Phases],
+    places: DeviceMap | None,
+) -> NodeMemory:
+    """The memory of a node whose ranks' devices are `devices`; without GPUs they are this memory."""
+    machines, spec, own = request.machines, SPECS[placement], records(request, placement)
+    ranks, experts = machines.ranks, request.model.experts
+    process = PROCESS_WITH_GPU if request.on_gpu else PROCESS
+    always = [Term("processes", ranks * process, f"{ranks} x {format_bytes(process)}")]
+    copied = 0
+    if spec.host_copy:
+        copied = experts * own.total
+    elif spec.store is Store.DISK or (placement is Placement.GPU and own.wide and request.on_gpu):
+        copied = experts * own.outer
+    always.append(Term("teacher copy", copied, f"{experts} experts, shared by {ranks} ranks"))
+    if copied:
+        always.append(Term("staging", _STAGING, "readers' pieces"))
+    if copied and request.share_dir:
+        bounce = ranks * _BOUNCE_BLOCKS * own.block
+        always.append(Term("bounce buffers", bounce, f"{ranks} ranks x {_BOUNCE_BLOCKS} x {format_bytes(own.block)}"))
+    if placement is Placement.DISK:
+        buffer = request.disk_buffer or DISK_BLOCKS * own.block
+        always.append(Term("disk buffers", ranks * buffer, f"{ranks} ranks x {format_bytes(buffer)}"))
+    always += stored_terms(request, placement, places)
+    if request.ema_device == "cpu":
+        always.append(
+            Term("student average", ranks * student.bytes.average, f"{ranks} x {format_bytes(student.bytes.average)}")
+        )
+    if placement is Placement.CPU:
+        rows, requests = request.teacher_rows, request.gradient_accumulation_steps
+        one = total(_on_cores(request, rows, requests))
+        always.append(Term("teacher activations", ranks * one, f"{ranks} ranks x {format_bytes(one)}"))
+        always.append(Term("teacher wide block", ranks * own.wide, f"{ranks} ranks x {format_bytes(own.wide)}"))
+    if not request.on_gpu:
+        together = sum(device.peak for device in devices)
+        always.append(Term("ranks' tensors", together, " + ".join(format_bytes(device.peak) for device in devices)))
+    phases = {
+        "training": always,
+        "loading": [*always, *_loading(request, placement, student)],
+        "export": [*(term for term in always if term.name not in _TEACHERS), _export(request, student)],
+    }
+    kept = student.bytes.weights + student.bytes.moments
+    kept += student.bytes.average if request.ema_device != "none" else 0
+    kept *= machines.world if request.sharded_student else 1
+    return NodeMemory(Phases(phases), 0 if request.share_dir else copied, 3 * kept)
+
+
+def _on_cores(request: PlanRequest, rows: int, requests: int) -> list[Term]:
+    """The forward of placement cpu, which is stream's without slots."""
+    return forward_terms(request.change(teacher_dtype="float32"), Placement.STREAM, 0, None, rows, requests)
+
+
+def _loading(request: PlanRequest, placement: Placement, student: StudentMemory) -> list[Term]:
+    """The student is built in float32 on the CPU of rank 0; a resident expert passes the memory of each rank."""
+    terms = [
+        Term(
+            "student as built",
+            4 * student.bytes.parameters,
+            f"{student.bytes.parameters / 1e6:,.1f} M parameters x 4 B",
+        )
+    ]
+    own = records(request, placement)
+    if placement is Placement.GPU and not own.wide and request.on_gpu:
+        ranks = request.machines.ranks
+        terms.append(Term("expert as loaded", ranks * own.total, f"{ranks} ranks x {format_bytes(own.total)}"))
+    return terms
+
+
+def _export(request: PlanRequest, student: StudentMemory) -> Term:
+    """At the end each rank has the whole weights on the CPU; a sharded student only rank 0."""
+    ranks = 1 if request.sharded_student else request.machines.ranks
+    each = 4 * student.bytes.parameters
+    return Term("student as exported", ranks * each, f"{ranks} ranks x {format_bytes(each)}")

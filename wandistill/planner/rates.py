@@ -1,0 +1,58 @@
+"""Speeds of a machine: from the catalogue, or as a probe measured them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wandistill.planner.request import Machines
+
+# Shares of the specified speeds that real work reaches. Measured on H100 and H200 SXM (torch 2.11, 14B-shaped forward
+# of 1,560 to 16,384 tokens): 560 to 627 of 989 TFLOP/s once element-wise traffic at 0.9 of the bandwidth is taken off.
+MATRIX_SHARE = 0.6
+TRAFFIC_SHARE = 0.9
+# Pinned copies: 53 to 55 of 63 GB/s from the host, 361 of 450 GB/s from a peer over NVLink (the same machines).
+HOST_LINK_SHARE = 0.86
+PEER_LINK_SHARE = 0.8
+# Float32 on a core with AVX2 at 3 GHz: half of 2 x 8 x 2 operations a cycle. Memory of a two-socket server in GB/s.
+CORE_GFLOPS = 48.0
+HOST_BANDWIDTH = 150.0
+# Between nodes, GB/s: 100 Gbit/s Ethernet.
+NETWORK = 12.5
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Operations and bytes a second that work reaches on one device, and between devices."""
+
+    half: float  # matrix operations in half precision
+    float32: float  # in float32; TF32 on a GPU
+    memory: float  # bytes of element-wise traffic
+    host_link: float  # bytes from host memory to a GPU
+    peer_link: float  # bytes from another GPU of the node
+    network: float  # bytes from another node
+    disk: float  # bytes of a node
+    core: float  # operations of one CPU core
+    host_memory: float  # bytes of a node's memory
+
+
+def catalogue_rates(machines: Machines) -> Rates:
+    """The speeds that the catalogue's numbers promise; without a GPU a device is a rank's share of the cores."""
+    gpu, giga = machines.gpu, 1e9
+    host = HOST_BANDWIDTH * giga
+    common = {
+        "network": NETWORK * giga,
+        "disk": machines.disk_rate * giga,
+        "core": CORE_GFLOPS * giga,
+        "host_memory": host,
+    }
+    if gpu is None:
+        share = machines.cores / machines.ranks * CORE_GFLOPS * giga
+        return Rates(share, share, host / machines.ranks, host / machines.ranks, host / machines.ranks, **common)
+    return Rates(
+        half=MATRIX_SHARE * gpu.bf16 * 1e12,
+        float32=MATRIX_SHARE * gpu.tf32 * 1e12,
+        memory=TRAFFIC_SHARE * gpu.bandwidth * giga,
+        host_link=HOST_LINK_SHARE * gpu.host_link * giga,
+        peer_link=PEER_LINK_SHARE * gpu.peer_link * giga,
+        **common,
+    )

@@ -1,0 +1,263 @@
+"""Seconds of a training step under each placement, and of filling the caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wandistill.device_map import DeviceMap
+from wandistill.planner.activations import Pass
+from wandistill.planner.caches import rollouts_at_once
+from wandistill.planner.placements import SPECS, Placement
+from wandistill.planner.rates import Rates, catalogue_rates
+from wandistill.planner.records import TeacherBytes
+from wandistill.planner.request import PlanRequest
+from wandistill.planner.student_memory import student_bytes
+from wandistill.planner.teacher_memory import records, teacher_pass
+from wandistill.planner.work import Work, forward_work
+from wandistill.units import format_bytes, format_seconds
+
+# Backward computes two gradients for each product, and recomputes attention beside.
+_BACKWARD = 2.0
+_BACKWARD_ATTENTION = 2.5
+# Prompts are stored without their padding; so many tokens has one of about 45 words.
+_PROMPT_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step on the slowest rank."""
+
+    teacher: float  # from the first request to the last answer
+    student: float  # forward and backward of all micro-batches
+    optimizer: float
+    communication: float  # of gradients, as far as it is not hidden
+    step: float
+    samples_per_second: float
+    formulas: tuple[str, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """As JSON."""
+        return {
+            "teacher_seconds": self.teacher,
+            "student_seconds": self.student,
+            "optimizer_seconds": self.optimizer,
+            "communication_seconds": self.communication,
+            "step_seconds": self.step,
+            "samples_per_second": self.samples_per_second,
+            "formulas": list(self.formulas),
+        }
+
+
+def step_time(
+    request: PlanRequest,
+    placement: Placement,
+    places: DeviceMap | None,
+    *,
+    serves_only: bool,
+    rates: Rates | None = None,
+) -> StepTime:
+    """The time of a step.
+
+    Args:
+        places: of a pipeline.
+        serves_only: gpu0's teacher rank draws no samples.
+        rates: as measured; else the catalogue's.
+    """
+    rates = rates or catalogue_rates(request.machines)
+    steps = request.gradient_accumulation_steps
+    one = forward_seconds(teacher_pass(request, placement, request.teacher_piece), rates)
+    asked = steps * one * request.teacher_rows / request.teacher_piece
+    teacher, formula = _teacher(request, placement, places, rates, asked, serves_only)
+    student = _student(request, rates)
+    own = student_bytes(
+        request.student,
+        request.optimizer,
+        request.machines.world if request.sharded_student else 1,
+        request.model.architecture.hidden_size,
+        request.kept_features,
+    )
+    optimizer = (3 * own.weights + 2 * own.gradients + 2 * own.moments) / rates.memory
+    communication = _communication(request, rates, student)
+    trainers = request.machines.world - serves_only
+    train = student + optimizer + communication
+    # A rank that only serves works ahead while the others train.
+    step = max(teacher, train) if serves_only else teacher + train
+    samples = request.batch_size * steps * trainers
+    formulas = (
+        formula,
+        f"student: {steps} x forward and backward = {format_seconds(student)}",
+        f"optimizer: {format_bytes(own.weights)} weights with gradients and moments = {format_seconds(optimizer)}",
+        f"gradients between ranks, not hidden: {format_seconds(communication)}",
+    )
+    return StepTime(teacher, student, optimizer, communication, step, samples / step, formulas)
+
+
+def forward_seconds(run: Pass, rates: Rates) -> float:
+    """One forward on a device."""
+    return _seconds(forward_work(run), run.compute.hidden, rates)
+
+
+def _seconds(work: Work, width: int, rates: Rates) -> float:
+    rate = rates.half if width == 2 else rates.float32
+    products = max((work.matrix_flops + work.attention_flops) / rate, work.weights / rates.memory)
+    return products + work.traffic / rates.memory
+
+
+def _student(request: PlanRequest, rates: Rates) -> float:
+    run = request.student_pass(request.batch_size)
+    work, width = forward_work(run), run.compute.hidden
+    forward = _seconds(work, width, rates)
+    back = Work(
+        _BACKWARD * work.matrix_flops,
+        _BACKWARD_ATTENTION * work.attention_flops,
+        _BACKWARD * work.traffic,
+        _BACKWARD * work.weights,
+    )
+    again = forward if request.gradient_checkpointing else 0.0
+    return request.gradient_accumulation_steps * (forward + again + _seconds(back, width, rates))
+
+
+def _communication(request: PlanRequest, rates: Rates, student: float) -> float:
+    world = request.machines.world
+    if world == 1:
+        return 0.0
+    link = rates.peer_link if request.machines.nodes == 1 else min(rates.network, rates.peer_link)
+    whole = student_bytes(
+        request.student, request.optimizer, 1, request.model.architecture.hidden_size, request.kept_features
+    )
+    passes = 2.0 if not request.sharded_student else 1.0 + 2.0 * request.gradient_accumulation_steps
+    moved = passes * (world - 1) / world * whole.gradients
+    # It runs beside the last micro-batch's backward, two thirds of its time.
+    hidden = student / request.gradient_accumulation_steps * 2 / 3
+    return max(0.0, moved / link - hidden)
+
+
+def _teacher(
+    request: PlanRequest,
+    placement: Placement,
+    places: DeviceMap | None,
+    rates: Rates,
+    asked: float,
+    serves_only: bool,
+) -> tuple[float, str]:
+    """Seconds until all answers of a step are there, and how they come about.
+
+    Args:
+        asked: seconds of compute on one device for what one rank asks in a step.
+    """
+    own, ranks = records(request, placement), request.machines.ranks
+    wide = own.layers * (2 * own.wide + own.block) / rates.memory if own.wide else 0.0
+    compute = asked + wide
+    said = format_seconds(compute)
+    if placement is Placement.CPU:
+        flops = request.gradient_accumulation_steps * _flops(request, placement)
+        seconds = flops * ranks / (rates.core * request.machines.cores)
+        seconds = max(seconds, own.layers * own.block * ranks / rates.host_memory)
+        return seconds, f"teacher: {flops * ranks / 1e12:.1f} TFLOP on {request.machines.cores} cores"
+    if placement is Placement.GPU:
+        return compute, f"teacher: compute {said}"
+    if placement is Placement.GPU0:
+        asking = request.machines.world - serves_only
+        return asking * compute, f"teacher: {asking} ranks x {said} on one GPU"
+    if places is not None:
+        return _pipeline(request, placement, places, compute)
+    return _fed(request, placement, rates, own, compute)
+
+
+def _flops(request: PlanRequest, placement: Placement) -> float:
+    work = forward_work(teacher_pass(request, placement, request.teacher_rows))
+    return work.matrix_flops + work.attention_flops
+
+
+def _pipeline(request: PlanRequest, placement: Placement, places: DeviceMap, compute: float) -> tuple[float, str]:
+    """Batches of all ranks through all stages: the slowest stage for each, and the first one's way through the rest."""
+    blocks = places[1:-1]
+    stages = [
+        sum(place.rank == rank for place in blocks) / len(blocks) for rank in dict.fromkeys(p.rank for p in places)
+    ]
+    asking = request.machines.world if SPECS[placement].whole_job else request.machines.ranks
+    pieces = asking * request.gradient_accumulation_steps * -(-request.teacher_rows // request.teacher_piece)
+    piece = compute * asking / pieces
+    seconds = (pieces - 1) * max(stages) * piece + piece
+    return (
+        seconds,
+        f"teacher: {pieces} batches x {format_seconds(piece)}, {len(stages)} stages, slowest {max(stages):.0%}",
+    )
+
+
+def _fed(
+    request: PlanRequest, placement: Placement, rates: Rates, own: TeacherBytes, compute: float
+) -> tuple[float, str]:
+    """Blocks that come beside compute, or with one slot in turn with it."""
+    ranks = request.machines.ranks
+    resident = request.resident_blocks if placement is Placement.STREAM else 0
+    moved = (own.layers - resident) * own.block
+    if placement is Placement.SHARDED:
+        link, way = moved * (ranks - 1) / ranks / rates.peer_link, "from peers"
+    elif placement is Placement.DISK:
+        link, way = moved * ranks / rates.disk, f"from disk for {ranks} ranks"
+    else:
+        link, way = moved / rates.host_link, "from the host"
+        split = max(moved / ranks / rates.host_link, moved * (ranks - 1) / ranks / rates.peer_link)
+        if placement is Placement.STREAM and ranks > 1 and link > compute and split < link:
+            link, way = split, f"a {ranks}th from the host, the rest from peers"
+    # A copy writes to the same memory that compute reads.
+    beside = compute + 2 * moved / rates.memory if request.on_gpu else compute
+    first = link / max(own.layers - resident, 1)
+    both = max(beside, link) + min(first, compute / own.layers)
+    seconds = both if SPECS[placement].slots > 1 else compute + link
+    return seconds, (
+        f"teacher: compute {format_seconds(compute)}, {format_bytes(moved)} {way} in {format_seconds(link)}, "
+        + ("beside each other" if SPECS[placement].slots > 1 else "in turn")
+    )
+
+
+@dataclass(frozen=True)
+class PrepareCost:
+    """Filling the caches for `prompts` prompts."""
+
+    prompts: int
+    embedding_bytes: int
+    embedding_seconds: float
+    latent_bytes: int
+    latent_seconds: float
+
+    def to_json(self) -> dict[str, object]:
+        """As JSON."""
+        return {
+            "prompts": self.prompts,
+            "embedding_bytes": self.embedding_bytes,
+            "embedding_seconds": self.embedding_seconds,
+            "latent_bytes": self.latent_bytes,
+            "latent_seconds": self.latent_seconds,
+        }
+
+
+def prepare_cost(
+    request: PlanRequest,
+    placement: Placement,
+    places: DeviceMap | None,
+    *,
+    prompts: int,
+    rollout_steps: int,
+    rates: Rates | None = None,
+) -> PrepareCost:
+    """What `wandistill prepare` takes with one rollout a prompt, on all ranks."""
+    rates = rates or catalogue_rates(request.machines)
+    model, world = request.model, request.machines.world
+    encoder = model.text_encoder
+    flops = 2 * (encoder.parameters - encoder.vocab_size * encoder.d_model) * model.token_length
+    rate = rates.half if request.on_gpu else rates.float32
+    width = 2 if request.on_gpu and request.teacher_dtype != "float32" else 4
+    batch = rollouts_at_once(request)
+    asking = request.change(batch_size=batch, gradient_accumulation_steps=1)
+    one = forward_seconds(teacher_pass(asking, placement, asking.teacher_piece), rates)
+    seconds, _ = _teacher(asking, placement, places, rates, one * asking.teacher_rows / asking.teacher_piece, False)
+    latents = request.student_pass(1).sizes.latents
+    return PrepareCost(
+        prompts=prompts,
+        embedding_bytes=prompts * min(_PROMPT_TOKENS, model.token_length) * encoder.d_model * width,
+        embedding_seconds=prompts * flops / rate / world,
+        latent_bytes=prompts * 4 * latents,
+        latent_seconds=prompts * rollout_steps * seconds / (batch * world),
+    )

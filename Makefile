@@ -1,0 +1,56 @@
+# `make help` lists the targets. Everything runs in .venv, made from uv.lock.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
+DEMO ?= outputs/demo
+export UV_PYTHON_DOWNLOADS := never
+
+##@ Start here
+help: ## list the targets
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.installed ## make .venv from the lock (fetches uv if it is missing)
+
+demo: setup ## distil the embedded teacher on the CPU and evaluate: outputs/demo/report.html
+	$(RUN) -m wandistill train --config wandistill/demo/demo.yaml --output_dir $(DEMO)
+	$(RUN) -m wandistill evaluate $(DEMO)
+
+##@ Checks
+lint: setup ## ruff, types and the torch boundary
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+test: setup ## all tests that need no GPU and no cluster
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not demo" --numprocesses auto --dist loadfile
+
+demo-others: setup ## after the demo: a quarter-size student in the same time, and one that is not trained
+	$(RUN) -m wandistill train --config wandistill/demo/demo.yaml --student_config quarter --init average --max_steps 500 \
+	  --cache_dir $(DEMO)/cache --output_dir $(DEMO)-quarter
+	$(RUN) -m wandistill evaluate $(DEMO)-quarter
+	$(RUN) -m wandistill train --config wandistill/demo/demo.yaml --max_steps 1 --lr 1e-12 \
+	  --cache_dir $(DEMO)/cache --output_dir $(DEMO)-untrained
+	$(RUN) -m wandistill evaluate $(DEMO)-untrained
+
+test-demo: setup ## the tests that read the outputs of `make demo demo-others`
+	$(RUN) -m pytest -m demo
+
+generate: setup ## renew what is made from the code: the README's file tree
+	$(RUN) -m tests.readme_tree --write
+
+bench: setup ## the trainer's overhead over bare forward and backward, on the CPU
+	$(RUN) -m tests.bench_overhead
+
+clean: ## remove everything that was made here
+	rm -rf $(VENV) .uv outputs dist .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/.installed: pyproject.toml uv.lock
+	@command -v $(UV) >/dev/null || { $(PYTHON) -m venv .uv && .uv/bin/python -m pip install --quiet uv; }
+	$(UV) sync --frozen --all-extras --python $(PYTHON)
+	@touch $@
+
+.PHONY: help setup demo demo-others lint test test-demo generate bench clean

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,14 +148,14 @@ def test_a_signal_saves_and_ends_with_its_code_and_the_run_goes_on(number, code,
     out = tmp_path / "out"
     settings = {**shared, "output_dir": out, "max_steps": 2000}
     process = subprocess.Popen(
-        ["python", "-m", "wandistill", "train", *flags(settings)],
-        executable=os.environ.get("PYTHON", __import__("sys").executable),
-        stderr=subprocess.PIPE,
+        [sys.executable, "-m", "wandistill", "train", *flags(settings)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
     )
     wait_for(out / "metrics.jsonl", process)
     process.send_signal(number)
-    _, message = process.communicate(timeout=120)
+    message, _ = process.communicate(timeout=120)
     assert process.returncode == code, message
     assert "saved" in message and "Traceback" not in message
     saved = [path.name for path in (out / "checkpoints").iterdir()]

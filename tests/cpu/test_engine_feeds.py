@@ -17,7 +17,7 @@ from engine_setup import answers, asks, place, resident, same, setting
 from wandistill.models.wan import WanFolder, open_teacher
 from wandistill.teacher.base import Expert
 from wandistill.teacher.copy_stream import CopyStream, Mark
-from wandistill.teacher.feeds import ReadAhead, Slots
+from wandistill.teacher.feeds import Feed, ReadAhead, Slots
 from wandistill.teacher.host_copy import HostCopy
 from wandistill.teacher.layout import OUTER, Record
 
@@ -171,9 +171,13 @@ def test_read_ahead_fills_its_buffers_and_no_more() -> None:
     feed.expect(BLOCKS)
     for done in range(len(BLOCKS)):
         assert feed.take() is not None
-        # One is out, two may be read ahead of it; the reader gets time to break the rule.
-        time.sleep(0.01)
-        assert read == list(range(min(done + 3, len(BLOCKS))))
+        # One is out, two may be read ahead of it.
+        expected = list(range(min(done + 3, len(BLOCKS))))
+        deadline = time.monotonic() + 30
+        while len(read) < len(expected) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.005)  # time for the reader to break the rule
+        assert read == expected
         feed.give(None)
     assert feed.take(wait=False) is None
     feed.close()
@@ -209,18 +213,45 @@ def test_an_error_of_the_reading_thread_is_the_takers() -> None:
     assert "read-ahead" not in {thread.name for thread in threading.enumerate()}
 
 
+def feed_of(read: Callable[[Record, torch.Tensor], None], slots: int) -> Feed:
+    """Three blocks read ahead, used in place or through slots."""
+    feed = ReadAhead(read, list(torch.zeros(3, 8, dtype=torch.uint8)))
+    return Slots(feed, 8, slots, CPU, CopyStream(CPU)) if slots else feed
+
+
+@pytest.mark.parametrize("slots", [0, 1, 2], ids=["in place", "one slot", "two slots"])
+def test_a_block_is_read_while_the_one_before_is_computed_with(slots: int) -> None:
+    met = threading.Barrier(2, timeout=30)
+
+    def read(record: Record, buffer: torch.Tensor) -> None:
+        if record.block > 0:
+            met.wait()
+
+    feed = feed_of(read, slots)
+    feed.expect(BLOCKS)
+    for record in BLOCKS:
+        feed.take()
+        if record != BLOCKS[-1]:
+            met.wait()
+        feed.give(None)
+    feed.close()
+
+
 @pytest.mark.parametrize(("reading", "computing"), [(0.03, 0.02), (0.02, 0.03)], ids=["slow disk", "slow compute"])
-@pytest.mark.parametrize("slots", [0, 2], ids=["in place", "through slots"])
-def test_reading_and_computing_overlap(reading: float, computing: float, slots: int) -> None:
-    buffers = list(torch.zeros(3, 8, dtype=torch.uint8))
-    feed = ReadAhead(lambda record, buffer: time.sleep(reading), buffers)
-    used = Slots(feed, 8, slots, CPU, CopyStream(CPU)) if slots else feed
-    begin = time.monotonic()
-    used.expect(BLOCKS)
-    for _ in BLOCKS:
-        used.take()
-        time.sleep(computing)
-        used.give(None)
-    seconds = time.monotonic() - begin
-    used.close()
-    assert seconds <= 1.1 * len(BLOCKS) * max(reading, computing) + min(reading, computing)
+@pytest.mark.parametrize("slots", [0, 2], ids=["in place", "two slots"])
+def test_a_step_takes_the_longer_of_reading_and_computing(reading: float, computing: float, slots: int) -> None:
+    def seconds() -> float:
+        feed = feed_of(lambda record, buffer: time.sleep(reading), slots)
+        begin = time.monotonic()
+        feed.expect(BLOCKS)
+        for _ in BLOCKS:
+            feed.take()
+            time.sleep(computing)
+            feed.give(None)
+        taken = time.monotonic() - begin
+        feed.close()
+        return taken
+
+    bound = 1.1 * len(BLOCKS) * max(reading, computing) + min(reading, computing)
+    # A busy machine wakes sleepers late; one quiet moment is enough to see the overlap.
+    assert any(seconds() <= bound for _ in range(5))

@@ -62,7 +62,7 @@ def _notes(config: TrainConfig, has_pictures: bool) -> list[str]:
         return [name for name in names if getattr(config, name) != FIELDS[name].default]
 
     notes = []
-    if config.data_column and Path(config.data_path).suffix.lower() not in (".csv", ".jsonl", ".parquet", ""):
+    if config.data_column and not has_pictures and Path(config.data_path).suffix.lower() == ".txt":
         notes.append("--data_column: a text file has no columns; it has no effect here.")
     if has_pictures:
         names = changed(["rollout_steps", "rollouts_per_prompt"])

@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -87,8 +88,13 @@ class Ranks:
             process.stdin.flush()
 
     def memory(self) -> int:
-        """The proportional set sizes of all ranks, bytes: a page that two map counts half for each."""
-        rollups = (Path(f"/proc/{p.pid}/smaps_rollup").read_text() for p in self._processes)
+        """The proportional set sizes of all ranks, bytes: a page that two map counts half for each. The ranks stand
+        still meanwhile, else a page that one maps between two readings counts one and a half times."""
+        for process in self._processes:
+            process.send_signal(signal.SIGSTOP)
+        rollups = [Path(f"/proc/{process.pid}/smaps_rollup").read_text() for process in self._processes]
+        for process in self._processes:
+            process.send_signal(signal.SIGCONT)
         return sum(int(re.search(r"^Pss:\s+(\d+) kB", text, re.M)[1]) * 1024 for text in rollups)  # type: ignore[index]
 
     def kill(self) -> None:
@@ -115,7 +121,7 @@ def test_ranks_share_one_copy_while_they_load_and_after_and_leave_nothing_when_k
         deadline, peak = time.monotonic() + 300, before
         while peak < before + 0.98 * size and time.monotonic() < deadline:
             peak = max(peak, ranks.memory())
-            time.sleep(0.02)
+            time.sleep(0.05)
         ranks.hear("done")
         after = ranks.memory()
     finally:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
+# Bytes reserved at a time: a signal makes the kernel begin a reservation in memory anew, and again if more come.
+_RESERVATION = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -240,11 +242,9 @@ def _open(made: _Made) -> int:
 
 def _reserve(descriptor: int, span: tuple[int, int], size: int, made: _Made) -> None:
     """Takes the memory or disk space for the bytes of `span`."""
-    begin, end = span
-    if begin == end:
-        return
     try:
-        os.posix_fallocate(descriptor, begin, end - begin)
+        for begin in range(span[0], span[1], _RESERVATION):
+            os.posix_fallocate(descriptor, begin, min(_RESERVATION, span[1] - begin))
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import Ranks
 from runs import SHORT, finish, flags, here, losses, student_digest, torchrun, wait_for
 
 from wandistill.demo.captions import training_prompts
@@ -233,10 +234,9 @@ def test_what_cannot_be_is_one_paragraph_and_exit_code_2(settings, words, train,
 
 
 def test_two_ranks_leave_with_one_message_when_the_configuration_is_bad(shared, tmp_path):
-    process = torchrun(2, flags({**shared, "output_dir": tmp_path / "out", "data_path": "/nowhere"}))
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert output.count("/nowhere") >= 1
+    world = Ranks(2, flags({**shared, "output_dir": tmp_path / "out", "data_path": "/nowhere"}), tmp_path / "log")
+    assert world.wait(120) == [ExitCode.BAD_CONFIG] * 2
+    assert world.log.read_text().count("/nowhere") >= 1
 
 
 def _unfinish(out: Path) -> None:

@@ -1,14 +1,13 @@
-"""Real ranks under torchrun: the same curve for any number of them, and the same bits after a kill."""
+"""Real ranks, under torchrun and without: the same curve for any number of them, and the same bits after a kill."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
-from runs import GLOBAL_BATCH, SHORT, finish, flags, here, losses, student_digest, torchrun, wait_for
+from ranks import Ranks
+from runs import GLOBAL_BATCH, SHORT, finish, flags, here, losses, student_digest, torchrun
 
 from wandistill.demo.captions import training_prompts
 
@@ -33,11 +32,16 @@ def arguments(shared: dict[str, object], ranks: int, output_dir: Path, **more: o
 
 @pytest.fixture(scope="module")
 def straight(shared: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """An undisturbed run of each world."""
+    """An undisturbed run of each world, that of two ranks under torchrun."""
     outputs = {}
     for ranks in WORLDS:
-        outputs[ranks] = tmp_path_factory.mktemp("straight") / str(ranks)
-        finish(torchrun(ranks, arguments(shared, ranks, outputs[ranks])))
+        folder = tmp_path_factory.mktemp("straight")
+        outputs[ranks] = folder / str(ranks)
+        settings = arguments(shared, ranks, outputs[ranks])
+        if ranks == 2:
+            finish(torchrun(ranks, settings))
+        else:
+            Ranks(ranks, settings, folder / "log").finish()
     return outputs
 
 
@@ -46,24 +50,17 @@ def killed(shared: dict[str, object], tmp_path_factory: pytest.TempPathFactory) 
     """For each world, the directory of a run that was killed with SIGKILL after its checkpoint of step 10."""
     outputs = {}
     for ranks in WORLDS:
-        outputs[ranks] = tmp_path_factory.mktemp("killed") / str(ranks)
-        process = torchrun(ranks, arguments(shared, ranks, outputs[ranks]))
-        wait_for(outputs[ranks] / "checkpoints" / "step-10", process)
-        os.killpg(process.pid, signal.SIGKILL)
-        # torchrun gives every worker a session of its own.
-        for worker in Path("/proc").glob("[0-9]*/cmdline"):
-            if str(outputs[ranks]).encode() in _read(worker):
-                os.kill(int(worker.parent.name), signal.SIGKILL)
-        process.communicate()
+        folder = tmp_path_factory.mktemp("killed")
+        outputs[ranks] = folder / str(ranks)
+        _run_and_kill(ranks, arguments(shared, ranks, outputs[ranks]), outputs[ranks], "step-10")
         assert not (outputs[ranks] / "student").exists()
     return outputs
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:  # the process is gone
-        return b""
+def _run_and_kill(ranks: int, arguments: list[str], output: Path, checkpoint: str) -> None:
+    world = Ranks(ranks, arguments, output.with_suffix(".log"))
+    world.wait_for(output / "checkpoints" / checkpoint)
+    world.kill()
 
 
 def test_the_loss_curve_is_the_same_on_one_two_and_four_ranks_and_falls(straight):
@@ -78,7 +75,7 @@ def test_the_loss_curve_is_the_same_on_one_two_and_four_ranks_and_falls(straight
 def test_a_killed_run_goes_on_to_the_same_student_bytes(ranks, shared, straight, killed, tmp_path):
     output = tmp_path / "resumed"
     shutil.copytree(killed[ranks], output)
-    printed = finish(torchrun(ranks, arguments(shared, ranks, output)))
+    printed = Ranks(ranks, arguments(shared, ranks, output), tmp_path / "log").finish()
     assert "continuing from" in printed and "step-10" in printed
     assert losses(output) == losses(straight[ranks])
     assert student_digest(output) == student_digest(straight[ranks])
@@ -94,25 +91,22 @@ def test_a_run_of_two_ranks_goes_on_with_one_and_the_same_losses(shared, straigh
 def test_a_sharded_student_has_the_losses_of_a_whole_one(shared, straight, tmp_path):
     settings = {"student_parallel": "fsdp", "gradient_accumulation_steps": 2, "batch_size": 1, "max_steps": 20}
     output = tmp_path / "fsdp"
-    finish(torchrun(2, flags({**shared, **settings, "output_dir": output})))
+    Ranks(2, flags({**shared, **settings, "output_dir": output}), tmp_path / "log").finish()
     assert losses(output) == pytest.approx(losses(straight[1]), rel=1e-5)
 
 
-def test_a_sharded_student_in_bfloat16_with_an_average_trains_and_goes_on(shared, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw_bf16", "adamw8bit"])
+def test_a_sharded_student_in_bfloat16_with_an_average_trains_and_goes_on(optimizer, shared, tmp_path):
     settings = {
         "student_parallel": "fsdp",
-        "optimizer": "adamw_bf16",
+        "optimizer": optimizer,
         "ema_decay": 0.9,
         "ema_device": "cpu",
         "checkpoint_interval": 5,
     }
     output = tmp_path / "half"
-    process = torchrun(2, arguments(shared, 2, output, **settings))
-    wait_for(output / "checkpoints" / "step-5", process)
-    for worker in Path("/proc").glob("[0-9]*/cmdline"):
-        if str(output).encode() in _read(worker):
-            os.kill(int(worker.parent.name), signal.SIGKILL)
-    process.communicate()
-    finish(torchrun(2, arguments(shared, 2, output, **settings)))
+    flags_of_both = arguments(shared, 2, output, **settings)
+    _run_and_kill(2, flags_of_both, output, "step-5")
+    Ranks(2, flags_of_both, tmp_path / "log").finish()
     curve = losses(output)
     assert sum(curve[-5:]) < 0.9 * sum(curve[:5])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +37,55 @@ def build_optimizer(
     from torchao.optim import AdamW8bit
     from torchao.optim.adam import _AdamW
 
-    kind = AdamW8bit if name == "adamw8bit" else _AdamW
+    kind = _on_shards(AdamW8bit if name == "adamw8bit" else _AdamW)
     return kind(parameters, lr=lr, betas=BETAS, weight_decay=weight_decay, bf16_stochastic_round=True)
+
+
+@cache
+def _on_shards(kind: Any) -> Any:
+    """torchao's optimizer `kind` with a step in which each rank computes on its own part of a sharded parameter:
+    DTensor's dispatch cannot pass 8-bit moments. The states stay DTensors, so that checkpoints know their places."""
+    from torchao.optim.adam import single_param_adam
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    def own(tensor: Tensor) -> Tensor:
+        local = _local(tensor)
+        if isinstance(local, OptimState8bit):  # a view, as a DTensor holds it, cannot be traced
+            return OptimState8bit(local.codes, local.scale, local.qmap, local.signed, local.dtype)
+        return local
+
+    class OnShards(kind):
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            fused = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is None:
+                        continue
+                    state = self.state[p]
+                    if not state:
+                        state["step"] = torch.tensor(0.0)
+                        state["exp_avg"] = self._new_buffer(p, signed=True)
+                        state["exp_avg_sq"] = self._new_buffer(p, signed=False)
+                    state["step"] += 1
+                    # On a CPU compiling would take a C++ compiler.
+                    update = fused if p.device.type == "cuda" else single_param_adam
+                    update(
+                        _local(p.detach()),
+                        _local(p.grad),
+                        state["step"],
+                        own(state["exp_avg"]),
+                        own(state["exp_avg_sq"]),
+                        None,
+                        group["lr"],
+                        *group["betas"],
+                        group["weight_decay"],
+                        group["eps"],
+                        self.is_adamw,
+                        self.bf16_stochastic_round and p.dtype is torch.bfloat16,
+                    )
+
+    return OnShards
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

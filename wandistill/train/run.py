@@ -135,11 +135,6 @@ def resolve(config: TrainConfig, world: World) -> Setup:
             "--targets cached and --feature_weight contradict each other: cached targets hold velocities, no block "
             "features. Use --targets online, or --feature_weight 0."
         )
-    if config.student_parallel == "fsdp" and config.optimizer == "adamw8bit":
-        raise ConfigError(
-            "--student_parallel fsdp and --optimizer adamw8bit do not go together: torchao's 8-bit moments cannot be "
-            "sharded by this torch. Use --optimizer adamw_bf16, or --student_parallel ddp."
-        )
     if config.teacher_rank_trains == "no":
         raise ConfigError(
             "--teacher_rank_trains no: this version cannot leave a rank out of training; use auto, with which the "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -113,10 +113,7 @@ class TrainedStudent:
         self.accelerator.unscale_gradients(self._stepper)
         norm = self._clip(max_norm)
         seed_rounding(self._config.seed, step)
-        # torchao compiles its step, which takes a C++ compiler on a CPU, and traces no sharded tensors.
-        plain = self.sharded or self._world.device.type == "cpu"
-        with torch.compiler.set_stance("force_eager") if plain else nullcontext():
-            self._stepper.step()
+        self._stepper.step()
         self._stepper.zero_grad()
         if self.average is not None:
             self.average.update(self.module, step)

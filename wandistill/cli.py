@@ -34,6 +34,11 @@ COMMANDS = {
     "export": Command("wandistill.models.export_command", "write a student from a checkpoint"),
     "verify": Command("wandistill.models.verify", "compare a teacher's forward with diffusers' own"),
     "plan": Command("wandistill.planner.command", "say which placements fit, before anything loads", needs_torch=False),
+    "render": Command("wandistill.kube.render_command", "print the Kubernetes objects of a values file", False),
+    "submit": Command("wandistill.kube.submit_command", "make the objects of a values file in a cluster", False),
+    "status": Command("wandistill.kube.status_command", "say how jobs are, and why one does not run", False),
+    "logs": Command("wandistill.kube.logs_command", "follow the logs of all pods of a job", False),
+    "delete": Command("wandistill.kube.delete_command", "end a job and remove it", False),
 }
 
 

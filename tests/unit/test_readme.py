@@ -34,7 +34,7 @@ def test_every_command_and_every_flag_in_it_exists():
         "help",
     }
     used = set(re.findall(r"(?<![\w-])--([a-z_0-9]+)", README))
-    commands_own = {"format", "model", "student", "gpu", "gpus", "host_memory"}
+    commands_own = {"format", "model", "student", "gpu", "gpus", "host_memory", "name", "wait"}
     assert used <= known | commands_own, used - known - commands_own
 
 

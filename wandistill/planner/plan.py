@@ -93,7 +93,7 @@ def plan(request: PlanRequest, rates: Rates | None = None) -> Plan:
         wanted = find_placement(request.placement)
         row = next(row for row in rows if row.placement is wanted)
         return Plan(request, rows, row if row.fits else None, row.reason or _headroom(request, row))
-    choice, why = _choose(request, rows)
+    choice, why = choose(request, rows)
     return Plan(request, rows, choice, why)
 
 
@@ -225,7 +225,7 @@ def _largest(terms: Sequence[Term]) -> Term:
     return max(terms, key=lambda term: term.size)
 
 
-def _choose(request: PlanRequest, rows: Sequence[Row]) -> tuple[Row | None, str]:
+def choose(request: PlanRequest, rows: Sequence[Row]) -> tuple[Row | None, str]:
     """gpu where it leaves the margin free, else the fastest that does."""
     free = [row for row in rows if row.within_margin]
     gpu = next((row for row in free if row.placement is Placement.GPU), None)

@@ -1,0 +1,201 @@
+"""submit, status, wait, logs and delete against a stand-in for the API server."""
+
+import json
+
+import kube_fakes as fakes
+import pytest
+
+from wandistill.errors import ExitCode
+from wandistill.kube import values
+from wandistill.kube.client import Client, TimedOut
+from wandistill.kube.cluster import Cluster, ClusterError, Forbidden, NotThere, Refused
+from wandistill.kube.status import last_progress
+
+VALUES = {
+    "image": {"train": {"repository": "reg.example.com/wandistill"}},
+    "output": {"existingClaim": "runs"},
+    "pools": {"main": {"nodes": 2, "processesPerNode": 2, "placement": "stream"}},
+}
+
+
+@pytest.fixture
+def server():
+    return fakes.Server()
+
+
+@pytest.fixture
+def client(server):
+    return Client(Cluster("team", server, server, server, lambda: server))
+
+
+@pytest.fixture
+def name(client):
+    (made,) = client.submit(values.resolve(VALUES), "my-run")
+    return made
+
+
+def put(server, name, *conditions, **counts):
+    server.kept[("PyTorchJob", name)]["status"] = {"conditions": list(conditions), "replicaStatuses": counts}
+
+
+def test_submit_makes_the_objects_and_the_same_again_leaves_them_alone(client, server, name):
+    assert {kind for kind, _ in server.kept} == {"NetworkPolicy", "ConfigMap", "PyTorchJob"}
+    before = dict(server.kept)
+    assert client.submit(values.resolve(VALUES), "my-run") == [name]
+    assert server.kept == before
+
+
+def test_status_shows_replicas_placement_memory_and_the_last_step(client, server, name):
+    put(
+        server, name, fakes.condition("Created"), fakes.condition("Running"), Master={"active": 1}, Worker={"active": 1}
+    )
+    server.pods = [fakes.pod(name, phase="Running"), fakes.pod(name, "worker", phase="Running")]
+    server.logs[f"{name}-master-0"] = "plan: stream\ntraining 120/400 loss 0.21, 3 min 05 s left\nsomething else\n"
+    text = client.status(name).text()
+    assert f"{name}: Running (Master 1 active, Worker 1 active)" in text
+    assert "placement stream" in text and "Mi of memory a pod" in text
+    assert "training 120/400, loss 0.21, 3 min 05 s left" in text
+
+
+def test_progress_is_read_from_json_lines_too():
+    line = json.dumps({"progress": "training", "done": 5, "total": 9, "text": "loss 0.5", "seconds_left": 61.0})
+    assert str(last_progress(f"a\n{line}\nnot json {{")) == "training 5/9, loss 0.5, 1 min 01 s left"
+    assert last_progress("nothing") is None
+
+
+def unschedulable(name):
+    message = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
+    reason = {"type": "PodScheduled", "status": "False", "message": message}
+    return fakes.pod(name, phase="Pending", conditions=[reason])
+
+
+def waiting(name, reason, message="", key="containerStatuses", container="pytorch"):
+    state = {"waiting": {"reason": reason, "message": message}}
+    return fakes.pod(name, "worker", phase="Pending", **{key: [{"name": container, "state": state}]})
+
+
+def ended(name, code, reason="Error", message=""):
+    state = {"terminated": {"exitCode": code, "reason": reason, "message": message}}
+    return fakes.pod(name, phase="Failed", containerStatuses=[{"name": "pytorch", "state": state}])
+
+
+REASONS = [
+    (unschedulable, "no node takes it: 0/3 nodes are available: 3 node(s) didn't match Pod's node affinity"),
+    (lambda job: waiting(job, "ImagePullBackOff", 'Back-off pulling image "x"'), "ImagePullBackOff: Back-off pulling"),
+    (lambda job: waiting(job, "CreateContainerConfigError", 'secret "hub" not found'), 'secret "hub" not found'),
+    (
+        lambda job: waiting(job, "ErrImagePull", "no route", "initContainerStatuses", "init-pytorch"),
+        "container init-pytorch: ErrImagePull: no route; k8s/operator has the patch for it",
+    ),
+    (lambda job: ended(job, 137, "OOMKilled"), "OOMKilled, exit code 137"),
+    (lambda job: ended(job, 2, message="wandistill train: does not fit\n"), "exit code 2: wandistill train: does not"),
+]
+
+
+@pytest.mark.parametrize(("made", "reason"), REASONS, ids=[reason[:30] for _, reason in REASONS])
+def test_status_says_what_keeps_a_job_from_running(client, server, name, made, reason):
+    put(server, name, fakes.condition("Created"))
+    server.pods = [made(name)]
+    assert reason in client.status(name).text()
+
+
+def test_status_says_which_volume_is_missing(client, server, name):
+    server.pods = [waiting(name, "ContainerCreating")]
+    event = {
+        "reason": "FailedMount",
+        "message": 'configmap "p" not found',
+        "involvedObject": {"name": f"{name}-worker-0"},
+    }
+    server.events[f"{name}-worker-0"] = [event]
+    assert 'configmap "p" not found' in client.status(name).text()
+
+
+def test_status_names_the_patch_where_the_operators_container_is_refused(client, server, name):
+    message = 'pods "w" is forbidden: violates PodSecurity "restricted:latest": (container "init-pytorch" must set ...)'
+    server.events[name] = [{"reason": "FailedCreatePod", "message": message, "involvedObject": {"name": name}}]
+    assert "container init-pytorch is refused by the namespace's Pod Security level; k8s/operator" in (
+        client.status(name).text()
+    )
+
+
+def test_advice_after_an_out_of_memory_is_a_helm_command(client, server, name):
+    put(server, name, fakes.condition("Failed", "failed"))
+    advice = {
+        "why": "the teacher elsewhere",
+        "command": "wandistill launch -- --x",
+        "changes": {"teacher_device_strategy": "disk", "batch_size": 2, "gradient_checkpointing": True},
+    }
+    message = json.dumps({"schema": 1, "code": 1, "message": "rank 1 was killed", "advice": [advice]})
+    server.pods = [ended(name, 1, message=message)]
+    text = client.status(name).text()
+    assert "rank 1 was killed" in text
+    assert (
+        "helm upgrade my-run helm/wandistill --reuse-values --set pools.main.placement=disk "
+        "--set training.batch_size=2 --set training.gradient_checkpointing=true"
+    ) in text
+
+
+def test_all_jobs_come_from_two_lists(client, server):
+    for number in range(20):
+        client.submit(values.resolve(VALUES), f"run-{number}")
+    server.calls.clear()
+    assert len(client.statuses()) == 20
+    assert [call for call, _ in server.calls] == ["list_namespaced_custom_object", "list_namespaced_pod"]
+
+
+def test_wait_ends_with_the_job_by_one_watch(client, server, name):
+    done = {**server.kept[("PyTorchJob", name)], "status": {"conditions": [fakes.condition("Succeeded")]}}
+    server.changes = [
+        {"type": "MODIFIED", "object": server.kept[("PyTorchJob", name)]},
+        {"type": "MODIFIED", "object": done},
+    ]
+    server.calls.clear()
+    assert client.wait(name, 30).state == "Succeeded"
+    watches = [options for call, options in server.calls if call == "watch"]
+    assert len(watches) == 1 and watches[0]["resource_version"] == "7"
+
+
+def test_wait_says_when_the_job_is_deleted_and_when_time_is_over(client, server, name):
+    server.changes = [{"type": "DELETED", "object": server.kept[("PyTorchJob", name)]}]
+    with pytest.raises(NotThere, match="was deleted"):
+        client.wait(name, 30)
+    with pytest.raises(TimedOut, match="has not ended after 0 s"):
+        client.wait(name, 0)
+
+
+def test_logs_of_all_pods_have_their_role_in_front(client, server, name):
+    server.pods = [fakes.pod(name), fakes.pod(name, "worker", 1)]
+    server.logs = {f"{name}-master-0": "a\nb\n", f"{name}-worker-1": "c\n"}
+    assert sorted(client.logs(name)) == ["[master-0] a", "[master-0] b", "[worker-1] c"]
+
+
+def test_delete_removes_all_but_claims(client, server):
+    with_claim = {"output": {"existingClaim": "", "create": {"enabled": True, "accessModes": ["ReadWriteMany"]}}}
+    (name,) = client.submit(values.resolve(VALUES, with_claim), "my-run")
+    client.delete(name)
+    assert set(server.kept) == {("PersistentVolumeClaim", "my-run-output")}
+    with pytest.raises(NotThere, match="get PyTorchJob"):
+        client.delete(name)
+
+
+ANSWERS = [
+    (
+        403,
+        'pytorchjobs.kubeflow.org is forbidden: User "u" cannot create resource "pytorchjobs"',
+        Forbidden,
+        "k8s/rbac",
+    ),
+    (403, "exceeded quota: gpus, requested: nvidia.com/gpu=8", Refused, "exceeded quota"),
+    (400, 'admission webhook "validator" denied the request: name', Refused, "denied the request: name"),
+    (404, "the server could not find the requested resource", NotThere, "install the Kubeflow training operator"),
+    (500, "etcdserver: leader changed", ClusterError, "answered 500"),
+]
+
+
+@pytest.mark.parametrize(("status", "message", "kind", "sentence"), ANSWERS, ids=[row[1][:25] for row in ANSWERS])
+def test_answers_of_the_server_are_told_apart(client, server, status, message, kind, sentence):
+    server.refuse["create_namespaced_custom_object"] = fakes.ApiError(status, message)
+    with pytest.raises(kind, match=sentence) as caught:
+        client.submit(values.resolve(VALUES), "my-run")
+    assert type(caught.value) is kind
+    assert caught.value.exit_code == ExitCode.BAD_CONFIG

@@ -1,0 +1,153 @@
+"""The Python API: submit a run from values, see how it is, follow its logs, wait for its end, delete it.
+
+client = Client()
+(name,) = client.submit(values.resolve(values.load(Path("my.yaml"))), "my-run")
+print(client.wait(name).text())
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from wandistill.errors import WandistillError
+from wandistill.kube.cluster import Cluster, ClusterError, Exists, NotThere, connect
+from wandistill.kube.job import INSTANCE, render
+from wandistill.kube.status import INDEX_LABEL, JOB_LABEL, ROLE_LABEL, JobStatus, job_status
+
+_OURS = "app.kubernetes.io/name=wandistill"
+_LOG_LINES = 50
+# The API server ends a watch when it wants; it is begun anew until the deadline.
+_WATCH_SECONDS = 300
+_DAY = 24 * 3600.0
+
+
+class TimedOut(WandistillError):
+    """A job has not ended in the time that was given."""
+
+
+class Client:
+    """Jobs of a namespace.
+
+    Args:
+        cluster: in place of the one that the kubeconfig names.
+    """
+
+    def __init__(self, cluster: Cluster | None = None, *, namespace: str | None = None) -> None:
+        self.cluster = cluster or connect(namespace)
+
+    def submit(self, values: Mapping[str, Any], release: str) -> list[str]:
+        """Makes the objects of a release; returns the names of its jobs. What is there already stays.
+
+        Raises:
+            ConfigError: values that break a rule.
+            ClusterError: the cluster refused an object.
+        """
+        made = []
+        for each in render(values, release):
+            # Names of jobs and their ConfigMaps end in a digest: the same name is the same content.
+            with suppress(Exists):
+                self.cluster.create(each)
+            if each["kind"] == "PyTorchJob":
+                made.append(each["metadata"]["name"])
+        return made
+
+    def status(self, name: str) -> JobStatus:
+        """How a job is.
+
+        Raises:
+            NotThere: there is no such job.
+        """
+        job = self.cluster.job(name)
+        pods = self.cluster.pods(f"{JOB_LABEL}={name}")
+        events = self.cluster.events(name)
+        for pod in pods:
+            if (pod.get("status") or {}).get("phase") == "Pending":
+                events += self.cluster.events(pod["metadata"]["name"])
+        return job_status(job, pods, events, self._master_log(pods))
+
+    def statuses(self) -> list[JobStatus]:
+        """All jobs of wandistill in the namespace, from two lists however many there are; without their progress."""
+        jobs = self.cluster.jobs(_OURS)["items"]
+        by_job: dict[str, list[dict[str, Any]]] = {}
+        for pod in self.cluster.pods(_OURS) if jobs else []:
+            by_job.setdefault(pod["metadata"]["labels"].get(JOB_LABEL, ""), []).append(pod)
+        return [job_status(job, by_job.get(job["metadata"]["name"], [])) for job in jobs]
+
+    def wait(self, name: str, seconds: float = _DAY) -> JobStatus:
+        """The status of a job when it has ended, by a watch.
+
+        Raises:
+            NotThere: there is no such job, or it was deleted.
+            TimedOut: it goes on after so many seconds.
+        """
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            for job in self.cluster.watch_job(name, max(1, min(int(left), _WATCH_SECONDS))):
+                if job_status(job, []).over:
+                    return self.status(name)
+        raise TimedOut(f"PyTorchJob {name} has not ended after {seconds:.0f} s: {self.status(name).text()}")
+
+    def logs(self, name: str) -> Iterator[str]:
+        """Lines of all pods of a job as they come, each with its pod's role in front.
+
+        Raises:
+            NotThere: there is no such job, or it has no pods.
+        """
+        self.cluster.job(name)
+        pods = self.cluster.pods(f"{JOB_LABEL}={name}")
+        if not pods:
+            raise NotThere(f"PyTorchJob {name} has no pods: 'wandistill status {name}' says why.")
+        lines: queue.Queue[str | None] = queue.Queue()
+
+        def follow(pod: Mapping[str, Any]) -> None:
+            labels = pod["metadata"]["labels"]
+            front = f"[{labels.get(ROLE_LABEL, 'pod')}-{labels.get(INDEX_LABEL, '0')}]"
+            try:
+                for line in self.cluster.follow(pod["metadata"]["name"]):
+                    lines.put(f"{front} {line}")
+            except ClusterError as error:
+                lines.put(f"{front} {error}")
+            finally:
+                lines.put(None)
+
+        for pod in pods:
+            threading.Thread(target=follow, args=(pod,), daemon=True).start()
+        open_pods = len(pods)
+        while open_pods:
+            line = lines.get()
+            if line is None:
+                open_pods -= 1
+            else:
+                yield line
+
+    def delete(self, name: str) -> None:
+        """Deletes a job, its pods and its ConfigMap; claims and what is on them stay.
+
+        Raises:
+            NotThere: there is no such job.
+        """
+        release = (self.cluster.job(name)["metadata"].get("labels") or {}).get(INSTANCE, "")
+        self.cluster.delete("PyTorchJob", name)
+        others = [job for job in self.cluster.jobs(f"{_OURS},{INSTANCE}={release}")["items"] if _name(job) != name]
+        self._forget("ConfigMap", name)
+        if release and not others:
+            self._forget("NetworkPolicy", release)
+
+    def _forget(self, kind: str, name: str) -> None:
+        with suppress(NotThere):
+            self.cluster.delete(kind, name)
+
+    def _master_log(self, pods: Sequence[Mapping[str, Any]]) -> str:
+        for pod in pods:
+            if pod["metadata"]["labels"].get(ROLE_LABEL) == "master":
+                return self.cluster.log(pod["metadata"]["name"], _LOG_LINES)
+        return ""
+
+
+def _name(job: Mapping[str, Any]) -> str:
+    return str(job["metadata"]["name"])

@@ -1,0 +1,167 @@
+"""The pod of a pool: container, environment, volumes, and where it may run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from wandistill import __version__
+from wandistill.catalog import find_gpu
+from wandistill.kube.fields import merge
+from wandistill.kube.pools import Pool
+from wandistill.kube.sizes import PodSizes
+
+# Stands for the job's name until the digest of the rest is known.
+JOB = "@JOB@"
+# Meshes hold connections that outlive the job, and nothing may move a pod that trains.
+ANNOTATIONS = {
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+    "karpenter.sh/do-not-disrupt": "true",
+    "sidecar.istio.io/inject": "false",
+}
+_ARCHITECTURE = {"key": "kubernetes.io/arch", "operator": "In", "values": ["amd64"]}
+_GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+_CERTIFICATES = "/etc/wandistill-ca/ca.crt"
+Object = dict[str, Any]
+
+
+def image(values: Mapping[str, Any], which: str) -> str:
+    """The reference of an image."""
+    own, registry = values["image"][which], values["global"]["imageRegistry"]
+    name = f"{registry}/{own['repository']}" if registry else own["repository"]
+    return f"{name}@{own['digest']}" if own["digest"] else f"{name}:{own['tag'] or __version__}"
+
+
+def pod_spec(values: Mapping[str, Any], release: str, pool: Pool, sized: PodSizes, placement: str) -> Object:
+    """The spec of a pool's pods; the job's name in it is `JOB`."""
+    account, own = values["serviceAccount"]["name"], pool.values
+    spec: Object = {
+        "automountServiceAccountToken": bool(account),
+        "securityContext": values["podSecurityContext"],
+        "terminationGracePeriodSeconds": values["job"]["terminationGracePeriodSeconds"],
+        "affinity": own["affinity"] or _affinity(pool),
+        "tolerations": ([_GPU_TAINT] if pool.on_gpu else []) + own["tolerations"],
+        "containers": [_container(values, pool, sized, placement)],
+        "volumes": _volumes(values, release, sized),
+    }
+    if account:
+        spec["serviceAccountName"] = account
+    for key in ("nodeSelector", "topologySpreadConstraints", "priorityClassName", "runtimeClassName"):
+        if own[key]:
+            spec[key] = own[key]
+    secrets = values["image"]["train"]["pullSecrets"]
+    if secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in secrets]
+    return spec
+
+
+def _affinity(pool: Pool) -> Object:
+    rules: list[Object] = [_ARCHITECTURE]
+    if pool.on_gpu and not pool.values["nodeSelector"]:
+        products = list(find_gpu(pool.values["gpu"]).products)
+        rules.append({"key": "nvidia.com/gpu.product", "operator": "In", "values": products})
+    terms = {"nodeSelectorTerms": [{"matchExpressions": rules}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+
+
+def _container(values: Mapping[str, Any], pool: Pool, sized: PodSizes, placement: str) -> Object:
+    return {
+        "name": "pytorch",
+        "image": image(values, "train"),
+        "imagePullPolicy": values["image"]["train"]["pullPolicy"],
+        "command": ["wandistill", "launch", "--"],
+        "args": ["--config", "/etc/wandistill/train.yaml", "--resume", "auto", "--output_dir", f"/output/{JOB}"],
+        "env": _environment(values, pool, sized) + values["extraEnv"],
+        "envFrom": values["extraEnvFrom"],
+        "ports": [{"name": "metrics", "containerPort": values["metrics"]["port"], "protocol": "TCP"}],
+        "resources": _resources(values, pool, sized),
+        "securityContext": values["securityContext"],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": _mounts(values),
+    }
+
+
+def _environment(values: Mapping[str, Any], pool: Pool, sized: PodSizes) -> list[Object]:
+    teacher = values["teacher"]
+    proxy = teacher["proxy"]
+    pairs = {
+        "WANDISTILL_NPROC": str(pool.ranks),
+        "OMP_NUM_THREADS": str(pool.values["threads"] or sized.threads),
+        # Whatever the uid, it has no entry in the image's password file.
+        "USER": "wandistill",
+        "HOME": "/tmp",
+        "XDG_CACHE_HOME": "/tmp/cache",
+        "HF_HOME": "/cache/huggingface" if _cache(values) else "/tmp/huggingface",
+        "TRITON_CACHE_DIR": "/tmp/triton",
+        "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor",
+        "HF_HUB_OFFLINE": "1" if teacher["offline"] else "",
+        "HF_ENDPOINT": teacher["endpoint"],
+        "HTTP_PROXY": proxy["http"],
+        "HTTPS_PROXY": proxy["https"],
+        "NO_PROXY": proxy["noProxy"],
+        "SSL_CERT_FILE": _CERTIFICATES if teacher["caBundle"]["configMap"] else "",
+        "REQUESTS_CA_BUNDLE": _CERTIFICATES if teacher["caBundle"]["configMap"] else "",
+    }
+    env: list[Object] = [{"name": name, "value": value} for name, value in pairs.items() if value]
+    if teacher["tokenSecret"]["name"]:
+        env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": deepcopy(teacher["tokenSecret"])}})
+    return env
+
+
+def _resources(values: Mapping[str, Any], pool: Pool, sized: PodSizes) -> Object:
+    beside = dict(values["extraResources"])
+    if pool.on_gpu:
+        beside[pool.values["gpuResource"]] = pool.values["gpusPerNode"]
+    cpus = pool.values["cpus"]
+    requests = {"cpu": cpus if cpus != "" else sized.cpus, "memory": sized.memory, "ephemeral-storage": sized.scratch}
+    computed = {"requests": requests | beside, "limits": {"memory": sized.memory} | beside}
+    merged = merge(computed, pool.values["resources"])
+    assert isinstance(merged, dict)
+    return merged
+
+
+def _mounts(values: Mapping[str, Any]) -> list[Object]:
+    data, teacher = values["data"], values["teacher"]
+    mounts: list[Object] = [
+        {"name": "shm", "mountPath": "/dev/shm"},
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "config", "mountPath": "/etc/wandistill", "readOnly": True},
+        {"name": "output", "mountPath": "/output"},
+    ]
+    if _cache(values):
+        mounts.append({"name": "cache", "mountPath": "/cache"})
+    if data["configMap"]["name"] or data["existingClaim"]:
+        mounts.append({"name": "data", "mountPath": "/data", "readOnly": True})
+    if teacher["caBundle"]["configMap"]:
+        mounts.append({"name": "ca", "mountPath": "/etc/wandistill-ca", "readOnly": True})
+    return mounts + values["extraVolumeMounts"]
+
+
+def _volumes(values: Mapping[str, Any], release: str, sized: PodSizes) -> list[Object]:
+    data, bundle = values["data"], values["teacher"]["caBundle"]
+    volumes: list[Object] = [
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": sized.shm}},
+        {"name": "tmp", "emptyDir": {"sizeLimit": sized.scratch}},
+        {"name": "config", "configMap": {"name": JOB}},
+        {"name": "output", **_claim(values["output"]["existingClaim"] or f"{release}-output")},
+    ]
+    if _cache(values):
+        volumes.append({"name": "cache", **_claim(values["teacher"]["cache"]["existingClaim"] or f"{release}-cache")})
+    if data["configMap"]["name"]:
+        volumes.append({"name": "data", "configMap": {"name": data["configMap"]["name"]}})
+    if data["existingClaim"]:
+        volumes.append({"name": "data", **_claim(data["existingClaim"])})
+    if bundle["configMap"]:
+        items = [{"key": bundle["key"], "path": "ca.crt"}]
+        volumes.append({"name": "ca", "configMap": {"name": bundle["configMap"], "items": items}})
+    return volumes + values["extraVolumes"]
+
+
+def _claim(name: str) -> Object:
+    return {"persistentVolumeClaim": {"claimName": name}}
+
+
+def _cache(values: Mapping[str, Any]) -> bool:
+    cache = values["teacher"]["cache"]
+    return bool(cache["existingClaim"] or cache["create"]["enabled"])

@@ -1,0 +1,186 @@
+"""The sizes of a pool's pods, from the planner: memory, /dev/shm, processor, threads and the resolved placement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from wandistill.catalog import Gpu, Model
+from wandistill.errors import DoesNotFit
+from wandistill.planner.memory import NodeMemory, node_memory, rank_memory
+from wandistill.planner.placements import AUTO, Placement, find_placement
+from wandistill.planner.plan import Row, choose, evaluate
+from wandistill.planner.request import Machines, PlanRequest
+from wandistill.planner.student_memory import student_memory
+from wandistill.planner.teacher_memory import spread
+from wandistill.planner.terms import Phases
+from wandistill.student_config import StudentSpec
+from wandistill.units import GIB, MIB, format_bytes
+
+# The pod gets the memory that its placement takes, so no placement is judged by what a node has.
+UNLIMITED = 2**50
+# Beside the ranks: the launcher with its endpoint and its report.
+_SUPERVISOR = 256 * MIB
+# NCCL's segments of the ranks of a node (its documentation recommends 1 GiB for a container), and gloo's.
+_SHM_WITH_PEERS = GIB
+_SHM_ALONE = 64 * MIB
+_MOST_STUDENTS = 64
+# Cores of a rank. A teacher on the CPU computes on them; without a GPU the pod says what it may take.
+CORES = {"gpu": 4, "cpu": 8, "none": 1}
+SCRATCH = {"gpu": "8Gi", "none": "2Gi"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the sizes of a pool depend on: the same keys as the tables'."""
+
+    model: Model
+    student: StudentSpec
+    gpu: Gpu | None
+    ranks: int  # of a pod
+    several_nodes: bool
+    width: int
+    height: int
+    batch_size: int
+    gradient_checkpointing: bool
+    placement: str
+    dtype: str
+    settings: Mapping[str, Any] = field(default_factory=dict)  # other fields of a PlanRequest
+    gpu_memory: int | None = None
+
+    def request(self) -> PlanRequest:
+        """The question to the planner.
+
+        Memory is that of one node; only gpu0 spans the job, and a rank alone on its node needs NCCL as soon as there
+        are others. So more than two nodes are as two, and ranks that have peers anyway are as on one node.
+        """
+        spread = self.several_nodes and (self.ranks == 1 or self.placement == Placement.GPU0.value)
+        machines = Machines(
+            gpu=self.gpu,
+            ranks=self.ranks,
+            nodes=2 if spread else 1,
+            host_memory=UNLIMITED,
+            cores=self.ranks * CORES["gpu" if self.gpu else "none"],
+            gpu_memory=self.gpu_memory,
+        )
+        return PlanRequest(
+            model=self.model,
+            student=self.student.architecture,
+            student_name=self.student.name,
+            machines=machines,
+            width=self.width,
+            height=self.height,
+            batch_size=self.batch_size,
+            gradient_checkpointing=self.gradient_checkpointing,
+            teacher_dtype=self.dtype,
+            placement=self.placement,
+            **self.settings,
+        )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one pod of a pool."""
+
+    placement: Placement
+    memory: int  # MiB, /dev/shm counted
+    shm: int  # MiB
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+def sizes(question: Question) -> Sizes:
+    """The sizes under the asked placement, or under the one that auto takes.
+
+    Raises:
+        DoesNotFit: the placement does not fit, or none does.
+        ConfigError: no such placement.
+    """
+    request = question.request()
+    student = student_memory(request)
+    if question.placement != AUTO:
+        row = evaluate(request, student, find_placement(question.placement))
+        if not row.fits:
+            raise DoesNotFit(f"placement {question.placement}: {row.reason}")
+        return row_sizes(request, row)
+    # A placement that spans the job is for those who ask for it, as soon as there are several nodes.
+    skipped = {Placement.CUSTOM, Placement.GPU0} if question.several_nodes else {Placement.CUSTOM}
+    rows = [evaluate(request, student, placement) for placement in Placement if placement not in skipped]
+    choice, why = choose(request, rows)
+    if choice is None:
+        raise DoesNotFit(why)
+    return row_sizes(request, choice)
+
+
+def teacher_and_students(question: Question, teacher_gpu: Gpu | None) -> tuple[Sizes, Sizes]:
+    """The teacher's pod, which only serves, and a students' pod, under gpu0.
+
+    Args:
+        question: of the students' pool.
+        teacher_gpu: of the teacher's pool.
+
+    Raises:
+        DoesNotFit: one of the GPUs is too small.
+    """
+    made = []
+    for name, part in zip(("teacher", "students"), split(question, teacher_gpu), strict=True):
+        room = part.request.machines.device_memory
+        if part.request.on_gpu and part.device.peak > room:
+            raise DoesNotFit(
+                f"the GPU of pool {name} lacks {format_bytes(part.device.peak - room)}: "
+                f"{format_bytes(part.device.peak)} needed, {format_bytes(room)} there"
+            )
+        made.append(part.sizes())
+    return made[0], made[1]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The teacher's or a students' pod of gpu0."""
+
+    request: PlanRequest
+    device: Phases
+    node: NodeMemory
+
+    def sizes(self) -> Sizes:
+        """What the pod asks for."""
+        memory, shm = pod_memory(self.request, self.node.host.peak, self.node.shm)
+        return Sizes(Placement.GPU0, memory, shm, {"teacher_rank_trains": "no"})
+
+
+def split(question: Question, teacher_gpu: Gpu | None) -> tuple[Part, Part]:
+    """The teacher's pod and the students', each on its own kind of node.
+
+    The teacher keeps the inputs of every rank that asks, some MB each; it is sized for `_MOST_STUDENTS` of them.
+    """
+    request = replace(question, placement=Placement.GPU0.value, several_nodes=True).request()
+    request = request.change(teacher_rank_trains="no")
+    serving = request.change_machines(gpu=teacher_gpu, ranks=1, nodes=_MOST_STUDENTS + 1, gpu_memory=None)
+    student = student_memory(request)
+    places = spread(request, Placement.GPU0, None)
+    parts = []
+    for asked, rank, trains in ((serving, 0, False), (request, 1, True)):
+        device = rank_memory(asked, student, Placement.GPU0, rank, places, trains=trains)
+        node = node_memory(asked, student, Placement.GPU0, [device] * asked.machines.ranks, places)
+        parts.append(Part(asked, device, node))
+    return parts[0], parts[1]
+
+
+def row_sizes(request: PlanRequest, row: Row) -> Sizes:
+    """The sizes that the row of a placement asks for."""
+    assert row.node is not None
+    memory, shm = pod_memory(request, row.node.host.peak, row.node.shm)
+    # What the plan lets sequential fill of a GPU, the trainer measures itself.
+    settings = {key: value for key, value in row.settings.items() if key == "teacher_rank_trains"}
+    return Sizes(row.placement, memory, shm, settings)
+
+
+def pod_memory(request: PlanRequest, host: int, shm: int) -> tuple[int, int]:
+    """Memory limit and size of /dev/shm in MiB of a pod whose ranks take `host` bytes, `shm` of them in /dev/shm."""
+    beside = _SHM_WITH_PEERS if request.on_gpu and request.machines.world > 1 else _SHM_ALONE
+    memory = host / (1 - request.memory_margin) + beside + _SUPERVISOR
+    return _mib(memory), _mib(shm + beside)
+
+
+def _mib(size: float) -> int:
+    return int(-(-size // MIB))

@@ -38,7 +38,8 @@ def main() -> None:
         with open(prompts, "w") as file:
             file.write("\n".join(f"a large red circle on a {color} background" for color in ("white", "gray", "black")))
         settings = {"device": "cpu", "batch_size": 32, "guidance_scale": 3, "output_dir": folder, "data_path": prompts}
-        config = from_mapping({**settings, "max_steps": 1000, "rollout_steps": 2})
+        settings |= {"max_steps": 1000, "rollout_steps": 2, "teacher_device_strategy": "gpu"}
+        config = from_mapping(settings)
         world = distributed.start(config)
         setup = resolve(config, world)
         teacher = placement.place(placement.Setting(setup.config, setup.folder, setup.dtype, world))

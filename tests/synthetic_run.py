@@ -134,10 +134,33 @@ def _record(config: TrainConfig, steps: int) -> dict[str, Any]:
         },
         "student": {"config": {"num_layers": 4}, "parameters": 2751360, "blocks": [0, 2, 5, 7]},
         "steps": steps,
+        **_placement(),
         "versions": {"wandistill": "0.1.0", "torch": "2.15"},
         "history": [
             {"started": 1_790_000_000.0, "world_size": 1, "ended": 1_790_000_231.0, "step": steps, "state": "finished"}
         ],
+    }
+
+
+def _placement() -> dict[str, Any]:
+    """Plan and memory of a run on a CPU."""
+    terms = [{"term": "processes", "bytes": 2**30, "formula": "", "allocated": True}]
+    terms.append({"term": "ranks' tensors", "bytes": 2**28, "formula": "", "allocated": True})
+    host = {"peak_bytes": 2**30 + 2**28, "peak_allocated_bytes": 2**30, "phase": "training", "terms": terms}
+    return {
+        "plan": {
+            "placement": "gpu",
+            "why": "gpu fits, and no placement is faster",
+            "forced": "",
+            "ranks": [{"rank": 0, "peak_bytes": 2**28, "phase": "student", "terms": terms[1:]}],
+            "host": host,
+        },
+        "memory": {
+            "placement": "gpu",
+            "gpu": [],
+            "host": [{"node": 0, "predicted_bytes": 2**30 + 2**28, "measured_bytes": 2**30}],
+            "step_seconds": {"predicted": 0.4, "measured": 0.5},
+        },
     }
 
 

@@ -159,8 +159,15 @@ class TrainConfig:
         "teacher",
         choices=("auto", "float32", "float16", "bfloat16", "int8", "float8"),
     )
+    memory_margin: float = _option(
+        0.05, "share of GPU and host memory that auto leaves free", "teacher", identity=False
+    )
     force: bool = _option(
-        False, "train although 8-bit storage moves the teacher's targets by more than 5 %", "teacher", identity=False
+        False,
+        "start although the plan says that it does not fit, or 8-bit storage moves the teacher's targets by more than "
+        "5 %",
+        "teacher",
+        identity=False,
     )
     teacher_rank: int = _option(0, "rank that computes the teacher for all under gpu0", "teacher", identity=False)
     teacher_device_map: str = _option(
@@ -209,6 +216,12 @@ class TrainConfig:
     sample_steps: int = _option(8, "steps of a sample, and the student's default number", "output", identity=False)
     sample_dir: str = _option(
         "", "where samples go; empty: OUTPUT_DIR/samples", "output", identity=False, metavar="DIR"
+    )
+    memory_profile: bool = _option(
+        False,
+        "write memory_profile.json (planned and measured bytes by phase and term) and, on a GPU, torch's snapshots",
+        "output",
+        identity=False,
     )
     report_to: str = _option(
         "none", "tracker beside metrics.jsonl", "output", choices=("none", "tensorboard", "wandb"), identity=False
@@ -420,6 +433,8 @@ def _check_ranges(config: TrainConfig) -> None:
     for name in ("lr", "max_grad_norm", "guidance_scale"):
         if getattr(config, name) <= 0:
             raise ConfigError(f"--{name} {getattr(config, name)}: must be above 0.")
+    if not 0 <= config.memory_margin < 1:
+        raise ConfigError(f"--memory_margin {config.memory_margin}: must be at least 0 and below 1, such as 0.05.")
     if not 0 <= config.ema_decay < 1:
         raise ConfigError(f"--ema_decay {config.ema_decay}: must be at least 0 and below 1, such as 0.999.")
     if config.resolution:

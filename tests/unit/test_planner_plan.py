@@ -44,7 +44,7 @@ GOLDEN = {
     ("1x24 GB", "bfloat16"): ("stream", "stream offload disk cpu"),
     ("1x24 GB", "float8"): ("stream", "stream offload disk cpu"),
     ("1x48 GB", "bfloat16"): ("stream", "stream offload disk cpu"),
-    ("1x48 GB", "float8"): ("stream", "stream offload disk cpu"),
+    ("1x48 GB", "float8"): ("gpu", "gpu stream offload disk cpu"),
     ("2x24 GB", "bfloat16"): ("stream", "stream offload disk cpu"),
     ("2x24 GB", "float8"): ("stream", "stream offload disk cpu"),
     ("4x40 GB", "bfloat16"): ("sharded", "balanced sequential sharded stream offload disk cpu"),

@@ -109,6 +109,27 @@ def test_what_is_missing_is_said_and_the_rest_is_shown(run: Path, missing: str, 
     assert all(page.chart(chart) for chart in still_there)
 
 
+def test_the_placement_has_its_reason_and_what_was_planned_beside_what_was_measured(run: Path):
+    text = page_of(run).text
+    assert "gpu: gpu fits, and no placement is faster." in text
+    assert "memory of node 0 1.2 GiB 1.0 GiB +25.0 %" in text and "a step 400 ms 500 ms -20.0 %" in text
+    assert "A node's memory as planned" in text and "processes 1.0 GiB 80.0 %" in text
+
+
+def test_a_gpu_s_memory_is_shown_as_torch_and_as_the_driver_count_it(run: Path):
+    record = json.loads((run / "run.json").read_text())
+    figures = {"predicted_allocated_bytes": 9 * 2**30, "measured_allocated_bytes": 10 * 2**30}
+    figures |= {"predicted_process_bytes": 12 * 2**30, "measured_process_bytes": 12 * 2**30}
+    context = {"term": "cuda context", "bytes": 2**29, "formula": "", "allocated": False}
+    ranks = [{"rank": 3, "peak_bytes": 2**30, "phase": "student", "terms": [context]}]
+    change_json(run / "run.json", memory=record["memory"] | {"gpu": [{"rank": 3, **figures}]})
+    change_json(run / "run.json", plan=record["plan"] | {"ranks": ranks, "forced": "rank 0's GPU lacks 1 B"})
+    text = page_of(run).text
+    assert "GPU of rank 3, allocated by torch 9.0 GiB 10.0 GiB -10.0 %" in text
+    assert "GPU of rank 3, whole process 12.0 GiB 12.0 GiB +0.0 %" in text
+    assert "GPU of rank 3 as planned" in text and "started with --force: rank 0's GPU lacks 1 B." in text
+
+
 def test_an_empty_directory_gives_a_page_with_the_commands_that_fill_it(tmp_path: Path):
     text = page_of(tmp_path).text
     assert "wandistill train" in text and f"wandistill evaluate {tmp_path}" in text

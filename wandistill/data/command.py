@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import time
 
@@ -12,7 +13,8 @@ from wandistill.config import TrainConfig
 from wandistill.data.prepare import prepare_data
 from wandistill.teacher.base import Teacher
 from wandistill.train import distributed
-from wandistill.train.run import resolve
+from wandistill.train.placing import settle
+from wandistill.train.run import resolve, tell_notes
 from wandistill.units import format_seconds
 
 _log = logging.getLogger(__name__)
@@ -40,6 +42,9 @@ def prepare(settings: TrainConfig) -> None:
     placed: list[Teacher] = []
     try:
         setup = resolve(settings, world)
+        settled = settle(setup.config, setup.folder, setup.spec, world, trains=False)
+        setup = dataclasses.replace(setup, config=settled.config)
+        tell_notes(setup)
 
         def place() -> Teacher:
             placed.append(placement.place(placement.Setting(setup.config, setup.folder, setup.dtype, world)))

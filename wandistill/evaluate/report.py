@@ -18,6 +18,7 @@ from typing import Any
 from wandistill import __version__
 from wandistill.config import FIELDS
 from wandistill.evaluate.report_charts import training_section, velocity_card
+from wandistill.evaluate.report_memory import placement_section
 from wandistill.evaluate.report_pictures import pair_width, pictures_section, samples_section, strip_columns
 from wandistill.evaluate.rundir import REPORT_FILE, RunDirectory, read_run, write_text_atomically
 from wandistill.evaluate.summary import count, percent, summary_rows
@@ -45,6 +46,7 @@ def render(run: RunDirectory) -> str:
         pictures_section(run),
         _evaluation_section(run),
         training_section(run),
+        placement_section(run),
         samples_section(run),
         _configuration_section(run),
         f"<footer>{escape(str(run.path))}, shown by wandistill {escape(__version__)}.</footer>",

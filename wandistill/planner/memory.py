@@ -20,7 +20,7 @@ from wandistill.planner.terms import Phases, Term, total
 from wandistill.units import GIB, MIB, format_bytes
 
 # Not measured on each card: a CUDA context with torch's kernels loaded as they are used, and NCCL's buffers of one
-# communicator. `--memory_profile` and the probe replace both by what they see.
+# communicator. The probe of a run replaces both by what it sees.
 CUDA_CONTEXT = 576 * MIB
 NCCL_COMMUNICATOR = 320 * MIB
 # cuBLAS takes a workspace for each thread that multiplies (torch's aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB from
@@ -31,9 +31,11 @@ _WORKSPACE_THREADS = 2
 _SLACK_SHARE = 0.05
 _SLACK = 64 * MIB
 
-# Host memory of a process: interpreter and libraries, and with a GPU CUDA's host side.
+# Host memory of a process: interpreter and libraries, and with a GPU CUDA's host side. Where a probe has measured what
+# a process takes before it loads anything, that and room for what it imports later.
 PROCESS = int(1.0 * GIB)
 PROCESS_WITH_GPU = int(2.0 * GIB)
+LATER_IMPORTS = 64 * MIB
 # Readers' pieces of a node: 4 threads, 2 MiB each and a page at either end (wandistill.teacher.record_reader).
 _STAGING = 4 * (2 * MIB + 8192)
 _BOUNCE_BLOCKS = 2
@@ -88,7 +90,13 @@ def rank_memory(
         "embeddings": phase([*base, text_encoder(request)], [encoding(request)]),
         "rollouts": phase([*base, *teacher, *online], rollouts),
     }
-    asked = forward_terms(request, placement, rank, places, request.teacher_rows, request.gradient_accumulation_steps)
+    if not request.trains:
+        return Phases(phases)
+    cached = request.targets == "cached"
+    if cached:  # the teacher leaves when the rollouts are there
+        teacher = []
+    accumulated = request.gradient_accumulation_steps
+    asked = [] if cached else forward_terms(request, placement, rank, places, request.teacher_rows, accumulated)
     if not trains:
         return Phases({**phases, "teacher": phase([*base, *teacher], asked)})
     lasting = [*base, *teacher, *online, *student.always, _batches(request), *student.lasting_gradients]
@@ -110,15 +118,16 @@ def _base(request: PlanRequest, placement: Placement) -> list[Term]:
     if gpu is None:
         return []
     workspace = _WORKSPACE[gpu.capability >= (9, 0)]
+    measured = request.machines.context
     terms = [
-        Term("cuda context", CUDA_CONTEXT, "context and kernels", allocated=False),
+        Term("cuda context", measured or CUDA_CONTEXT, "measured" if measured else "context and kernels", False),
         Term(
             "cublas workspaces",
             _WORKSPACE_THREADS * workspace,
             f"{_WORKSPACE_THREADS} threads x {format_bytes(workspace)}",
         ),
     ]
-    if request.machines.world > 1:
+    if request.machines.world > 1 and not measured:
         groups = 2 if SPECS[placement].side_stream or placement is Placement.SHARDED else 1
         formula = f"{groups} communicators x {format_bytes(NCCL_COMMUNICATOR)}"
         terms.append(Term("nccl buffers", groups * NCCL_COMMUNICATOR, formula, allocated=False))
@@ -169,6 +178,8 @@ def node_memory(
     machines, spec, own = request.machines, SPECS[placement], records(request, placement)
     ranks, experts = machines.ranks, request.model.experts
     process = PROCESS_WITH_GPU if request.on_gpu else PROCESS
+    if machines.process is not None:
+        process = machines.process + LATER_IMPORTS
     always = [Term("processes", ranks * process, f"{ranks} x {format_bytes(process)}")]
     copied = 0
     if spec.host_copy:
@@ -202,10 +213,12 @@ def node_memory(
         "loading": [*always, *_loading(request, placement, student)],
         "export": [*(term for term in always if term.name not in _TEACHERS), _export(request, student)],
     }
+    if not request.trains:
+        del phases["export"]
     kept = student.bytes.weights + student.bytes.moments
     kept += student.bytes.average if request.ema_device != "none" else 0
     kept *= machines.world if request.sharded_student else 1
-    return NodeMemory(Phases(phases), 0 if request.share_dir else copied, 3 * kept)
+    return NodeMemory(Phases(phases), 0 if request.share_dir else copied, 3 * kept if request.trains else 0)
 
 
 def _on_cores(request: PlanRequest, rows: int, requests: int) -> list[Term]:
@@ -215,13 +228,17 @@ def _on_cores(request: PlanRequest, rows: int, requests: int) -> list[Term]:
 
 def _loading(request: PlanRequest, placement: Placement, student: StudentMemory) -> list[Term]:
     """The student is built in float32 on the CPU of rank 0; a resident expert passes the memory of each rank."""
-    terms = [
-        Term(
-            "student as built",
-            4 * student.bytes.parameters,
-            f"{student.bytes.parameters / 1e6:,.1f} M parameters x 4 B",
-        )
-    ]
+    terms = (
+        []
+        if not request.trains
+        else [
+            Term(
+                "student as built",
+                4 * student.bytes.parameters,
+                f"{student.bytes.parameters / 1e6:,.1f} M parameters x 4 B",
+            )
+        ]
+    )
     own = records(request, placement)
     if placement is Placement.GPU and not own.wide and request.on_gpu:
         ranks = request.machines.ranks

@@ -104,9 +104,11 @@ def evaluate(request: PlanRequest, student: StudentMemory, placement: Placement,
         return Row(placement, False, False, "takes a --teacher_device_map FILE")
     if spec.min_ranks > (machines.world if spec.whole_job else machines.ranks):
         return Row(placement, False, False, "with one rank it is gpu")
-    trains = request.teacher_rank_trains != "no"
+    # All ranks fill caches.
+    trains = request.teacher_rank_trains != "no" or not request.trains
     row = _evaluate(request, student, placement, rates, teacher_trains=trains)
-    if placement is Placement.GPU0 and not row.within_margin and request.teacher_rank_trains == "auto":
+    spared = placement is Placement.GPU0 and request.trains and request.teacher_rank_trains == "auto"
+    if spared and not row.within_margin:
         served = _evaluate(request, student, placement, rates, teacher_trains=False)
         if served.within_margin or (served.fits and not row.fits):
             return served

@@ -33,6 +33,8 @@ class Rates:
     disk: float  # bytes of a node
     core: float  # operations of one CPU core
     host_memory: float  # bytes of a node's memory
+    teacher: float = 1.0  # a block's measured seconds over those that the speeds above give
+    student: float = 1.0  # the same of the student's blocks
 
 
 def catalogue_rates(machines: Machines) -> Rates:

@@ -75,7 +75,7 @@ def to_json(plan: Plan, advice: Sequence[Advice], better: Advice | None, prepare
         },
         "choice": plan.choice.placement.value if plan.choice else None,
         "why": plan.why,
-        "placements": [_row_json(row) for row in plan.rows],
+        "placements": [row_json(row) for row in plan.rows],
         "advice": [one.to_json(plan) for one in advice],
         "faster": better.to_json(plan) if better else None,
         "prepare": prepare.to_json() if prepare else None,
@@ -94,7 +94,8 @@ def dump(value: dict[str, Any]) -> str:
     return json.dumps(value, indent=1)
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def row_json(row: Row) -> dict[str, Any]:
+    """A placement as JSON, with all terms."""
     node = row.node
     return {
         "placement": row.placement.value,

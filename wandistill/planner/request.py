@@ -7,6 +7,7 @@ from functools import cached_property
 
 from wandistill.architecture import WanArchitecture
 from wandistill.catalog import Gpu, Model
+from wandistill.config import TrainConfig
 from wandistill.device_map import DeviceMap
 from wandistill.errors import ConfigError
 from wandistill.planner.activations import Pass
@@ -14,7 +15,7 @@ from wandistill.planner.tape import Compute
 
 TEACHER_DTYPES = ("float32", "float16", "bfloat16", "int8", "float8")
 OPTIMIZERS = ("adamw", "adamw_bf16", "adamw8bit")
-MARGIN = 0.05
+MARGIN = TrainConfig.memory_margin
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Machines:
     disk: int | None = None  # free bytes for caches and checkpoints; None: not limited
     disk_rate: float = 3.0  # GB/s of sequential reads
     gpu_memory: int | None = None  # bytes of each GPU, in place of the catalogue's
+    context: int | None = None  # measured bytes on each GPU outside torch's allocator; None: estimated
+    process: int | None = None  # measured bytes of host memory of a process before it loads; None: estimated
 
     @property
     def world(self) -> int:
@@ -67,6 +70,7 @@ class PlanRequest:
     gradient_checkpointing: bool = False
     features: bool = False  # block features are distilled: --feature_weight above 0
     embeddings: str = "cached"
+    targets: str = "online"
     save_samples: bool = True
     resident_blocks: int = 0
     disk_buffer: int | None = None
@@ -77,6 +81,7 @@ class PlanRequest:
     device_map: DeviceMap | None = None
     placement: str = "auto"
     memory_margin: float = MARGIN
+    trains: bool = True  # False: only the caches are filled, as `wandistill prepare` does
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -85,6 +90,7 @@ class PlanRequest:
             ("mixed_precision", ("no", "fp16", "bf16")),
             ("student_parallel", ("ddp", "fsdp")),
             ("ema_device", ("gpu", "cpu", "none")),
+            ("targets", ("online", "cached")),
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(f"--{name} {getattr(self, name)}: is not one of {', '.join(known)}.")

@@ -185,9 +185,10 @@ def _moments_formula(request: PlanRequest, own: StudentBytes) -> str:
 
 def _optimizer_step(request: PlanRequest, own: StudentBytes) -> Term:
     """What the update needs beside gradients and moments."""
+    if request.optimizer == "adamw" and request.on_gpu:
+        return Term("optimizer step", 0, "AdamW fused: in place")
     if request.optimizer == "adamw":
-        # torch.optim.AdamW's foreach form holds the square roots of all second moments at once.
-        return Term("optimizer step", own.weights, "AdamW foreach: square roots of the second moments, 4 B a parameter")
+        return Term("optimizer step", 2 * own.largest, f"2 x the largest parameter, {format_bytes(own.largest)}")
     # torchao updates one parameter at a time, in float32.
     return Term(
         "optimizer step", 3 * own.largest, f"3 float32 copies of the largest parameter, {format_bytes(own.largest)}"

@@ -65,9 +65,11 @@ def step_time(
     """
     rates = rates or catalogue_rates(request.machines)
     steps = request.gradient_accumulation_steps
-    one = forward_seconds(teacher_pass(request, placement, request.teacher_piece), rates)
-    asked = steps * one * request.teacher_rows / request.teacher_piece
-    teacher, formula = _teacher(request, placement, places, rates, asked, serves_only)
+    teacher, formula = 0.0, "teacher: its targets are cached"
+    if request.targets == "online":
+        one = rates.teacher * forward_seconds(teacher_pass(request, placement, request.teacher_piece), rates)
+        asked = steps * one * request.teacher_rows / request.teacher_piece
+        teacher, formula = _teacher(request, placement, places, rates, asked, serves_only)
     student = _student(request, rates)
     own = student_bytes(
         request.student,
@@ -93,11 +95,12 @@ def step_time(
 
 
 def forward_seconds(run: Pass, rates: Rates) -> float:
-    """One forward on a device."""
-    return _seconds(forward_work(run), run.compute.hidden, rates)
+    """One forward on a device, by the rates of its arithmetic and memory."""
+    return work_seconds(forward_work(run), run.compute.hidden, rates)
 
 
-def _seconds(work: Work, width: int, rates: Rates) -> float:
+def work_seconds(work: Work, width: int, rates: Rates) -> float:
+    """Seconds of `work` with `width` bytes an element."""
     rate = rates.half if width == 2 else rates.float32
     products = max((work.matrix_flops + work.attention_flops) / rate, work.weights / rates.memory)
     return products + work.traffic / rates.memory
@@ -106,7 +109,7 @@ def _seconds(work: Work, width: int, rates: Rates) -> float:
 def _student(request: PlanRequest, rates: Rates) -> float:
     run = request.student_pass(request.batch_size)
     work, width = forward_work(run), run.compute.hidden
-    forward = _seconds(work, width, rates)
+    forward = work_seconds(work, width, rates)
     back = Work(
         _BACKWARD * work.matrix_flops,
         _BACKWARD_ATTENTION * work.attention_flops,
@@ -114,7 +117,8 @@ def _student(request: PlanRequest, rates: Rates) -> float:
         _BACKWARD * work.weights,
     )
     again = forward if request.gradient_checkpointing else 0.0
-    return request.gradient_accumulation_steps * (forward + again + _seconds(back, width, rates))
+    one = forward + again + work_seconds(back, width, rates)
+    return request.gradient_accumulation_steps * rates.student * one
 
 
 def _communication(request: PlanRequest, rates: Rates, student: float) -> float:
@@ -251,7 +255,7 @@ def prepare_cost(
     width = 2 if request.on_gpu and request.teacher_dtype != "float32" else 4
     batch = rollouts_at_once(request)
     asking = request.change(batch_size=batch, gradient_accumulation_steps=1)
-    one = forward_seconds(teacher_pass(asking, placement, asking.teacher_piece), rates)
+    one = rates.teacher * forward_seconds(teacher_pass(asking, placement, asking.teacher_piece), rates)
     seconds, _ = _teacher(asking, placement, places, rates, one * asking.teacher_rows / asking.teacher_piece, False)
     latents = request.student_pass(1).sizes.latents
     return PrepareCost(

@@ -18,10 +18,10 @@ class Work(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def forward_work(run: Pass) -> Work:
-    """One forward; 2 floating-point operations a multiplication and addition.
+def block_work(run: Pass) -> Work:
+    """One block's forward; 2 floating-point operations a multiplication and addition.
 
-    Element-wise traffic per block, in bytes an element of the residual stream (U) and of the feed-forward, follows the
+    Element-wise traffic, in bytes an element of the residual stream (U) and of the feed-forward, follows the
     lines of diffusers' `WanTransformerBlock` (0.42): a float32 copy reads e and writes 4, a norm, a product or a sum in
     float32 reads and writes 4 each, the rotary embedding works on halves in float32 (four products, two sums, two
     strided copies), an RMS norm reads and writes e.
@@ -39,15 +39,27 @@ def forward_work(run: Pass) -> Work:
     stream: float = 2 * modulated + 2 * gated + convert  # self-attention and feed-forward
     stream += (2 * convert + 8) + 3 * e  # norm2; the sum after cross-attention
     stream += 3 * 2 * e + rotary  # RMS norms of both queries and one key
-    block = stream * sizes.state + 2 * e * sizes.ffn + 2 * e * sizes.prompt
+    return Work(
+        matrix_flops=matrices,
+        attention_flops=attention,
+        traffic=stream * sizes.state + 2 * e * sizes.ffn + 2 * e * sizes.prompt,
+        weights=compute.stored * architecture.block_parameters,
+    )
+
+
+@lru_cache(maxsize=4096)
+def forward_work(run: Pass) -> Work:
+    """One forward through all blocks and what lies outside them."""
+    architecture, sizes, compute = run.architecture, run.sizes, run.compute
+    hidden, rows, prompt_rows = architecture.hidden_size, sizes.rows, run.batch * run.prompt
+    block, layers = block_work(run), architecture.num_layers
     outer_rows = rows if run.per_token else run.batch
     outer = 2 * rows * (sizes.latents + sizes.velocity) // rows * hidden
     outer += 2 * outer_rows * (7 * hidden * hidden + architecture.freq_dim * hidden)
     outer += 2 * prompt_rows * hidden * (architecture.text_dim + hidden)
-    layers = architecture.num_layers
     return Work(
-        matrix_flops=layers * matrices + outer,
-        attention_flops=layers * attention,
-        traffic=layers * block + 40 * sizes.state,
+        matrix_flops=layers * block.matrix_flops + outer,
+        attention_flops=layers * block.attention_flops,
+        traffic=layers * block.traffic + 40 * sizes.state,
         weights=compute.stored * architecture.parameters,
     )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from wandistill.errors import ConfigError
 from wandistill.teacher.base import Teacher
 
 if TYPE_CHECKING:
@@ -74,21 +73,6 @@ BUILDERS: dict[str, Callable[[Setting], Teacher]] = {
 }
 
 
-def resolve(strategy: str) -> str:
-    """The placement that `strategy` stands for.
-
-    Raises:
-        ConfigError: a placement that does not exist.
-    """
-    if strategy == "auto":
-        return "gpu"
-    if strategy not in BUILDERS:
-        raise ConfigError(
-            f"--teacher_device_strategy {strategy}: this version places the teacher with {', '.join(BUILDERS)} or auto."
-        )
-    return strategy
-
-
 def place(setting: Setting) -> Teacher:
-    """Loads the teacher at its place."""
-    return BUILDERS[resolve(setting.config.teacher_device_strategy)](setting)
+    """Loads the teacher at its place, which is settled: not `auto`."""
+    return BUILDERS[setting.config.teacher_device_strategy](setting)

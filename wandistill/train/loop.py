@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -72,6 +73,7 @@ class Loop:
     Args:
         teacher: the placed teacher, or None with cached targets.
         on_step: told (step from 1, figures) after every optimizer step; only rank 0's figures are written.
+        phase: wraps the parts of a step by the planner's name for them.
         on_pause: called after each step with (steps done, last); saves and draws where it is time to. `last` is set
             at the end and when a signal stops the run.
     """
@@ -89,10 +91,11 @@ class Loop:
         on_step: Callable[[int, dict[str, float]], None],
         is_pause: Callable[[int], bool],
         on_pause: Callable[[int, bool], None],
+        phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._config, self._world, self._student, self._teacher = config, world, student, teacher
         self._sampler, self._objective, self._total = sampler, objective, total_steps
-        self._on_step, self._is_pause, self._on_pause = on_step, is_pause, on_pause
+        self._on_step, self._is_pause, self._on_pause, self._phase = on_step, is_pause, on_pause, phase
         self._signals = StopSignals()
         self._ahead: tuple[Step, Sequence[object]] | None = None
         self._pending: StepFigures | None = None
@@ -135,13 +138,13 @@ class Loop:
             suspects = []
             for index, (batch, ticket) in enumerate(zip(work.batches, tickets, strict=True)):
                 last = index == len(work.batches) - 1
-                with timer.part("teacher"):
+                with timer.part("teacher"), self._phase("teacher"):
                     target = self._target(batch, ticket)
                 if last and step + 1 < self._total:
                     # The teacher's next step does not depend on the student's: a placement that can works on it
                     # during the student's backward.
                     self._ahead = self._ask(step + 1, timer)
-                with timer.part("student"), student.accumulate(last=last):
+                with timer.part("student"), self._phase("student"), student.accumulate(last=last):
                     velocity, features = student(
                         batch.x, batch.t, batch.prompt.positive, self._objective.student_blocks
                     )
@@ -153,7 +156,7 @@ class Loop:
                 row[_BAD_TARGETS] += (~finite).sum()
                 row[_BAD_LOSSES] += (~torch.isfinite(losses)).sum()
                 suspects.append((batch, finite, losses))
-            with timer.part("optimizer"):
+            with timer.part("optimizer"), self._phase("optimizer"):
                 lr = learning_rate(step, self._total, config.lr, config.warmup_steps)
                 set_learning_rate(student.optimizer, lr)
                 norm = student.step(step, config.max_grad_norm)

@@ -33,7 +33,9 @@ def build_optimizer(
     """AdamW by name: `adamw` (float32), `adamw_bf16` or `adamw8bit` (torchao, 8-bit moments in blocks of 256)."""
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=weight_decay)
+        # torch's choice on a GPU, foreach, holds the square roots of all second moments at once: 4 B a parameter.
+        fused = parameters[0].is_cuda or None
+        return torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=weight_decay, fused=fused)
     from torchao.optim import AdamW8bit
     from torchao.optim.adam import _AdamW
 

@@ -20,6 +20,7 @@ from wandistill.evaluate.report import write_report
 from wandistill.models.export import export_student
 from wandistill.models.student import ProbeBatch, Student, build_student, choose_init, empty_student, importance_of
 from wandistill.models.wan import WanFolder, open_teacher
+from wandistill.planner.outcome import CACHES
 from wandistill.student_config import StudentSpec, student_spec
 from wandistill.teacher.base import Request, Teacher
 from wandistill.teacher.quantize import check_quantization, quantization_error
@@ -27,7 +28,9 @@ from wandistill.train import checkpoint, distributed
 from wandistill.train.batches import Sampler
 from wandistill.train.distributed import World
 from wandistill.train.loop import Loop
+from wandistill.train.memory import MemoryAccount
 from wandistill.train.objectives import Objective, build_objective
+from wandistill.train.placing import Settled, settle
 from wandistill.train.progress import Progress
 from wandistill.train.record import MetricsLog, RunRecord, host_rss_bytes
 from wandistill.train.samples import SampleDrawer
@@ -44,7 +47,7 @@ _PROBES = 8
 class Setup:
     """What is known before any weights are loaded."""
 
-    config: TrainConfig  # resolved: nothing is left to a default that depends on the machine or the teacher
+    config: TrainConfig  # resolved: no default is left that depends on machine or teacher, once `settle` has placed it
     folder: WanFolder
     spec: StudentSpec
     world: World
@@ -90,12 +93,18 @@ def train(config: TrainConfig) -> None:
     world = distributed.start(config)
     try:
         setup = resolve(config, world)
-        _set_precision(setup)
+        set_precision(setup)
         record = RunRecord(setup.output_dir, _identity(setup))
         if _on_main(world, lambda: record.open(config.resume)):
             _log.info(f"{setup.output_dir}: this run is finished; its student is in {setup.output_dir / 'student'}.")
             return
-        _train(setup, record)
+        settled = settle(setup.config, setup.folder, setup.spec, world)
+        setup = dataclasses.replace(setup, config=settled.config)
+        tell_notes(setup)
+        if world.is_main:
+            record.update(**settled.to_json())
+        with MemoryAccount(world, settled.decision, detailed=config.memory_profile) as memory:
+            _train(setup, record, settled, memory)
     finally:
         distributed.stop()
 
@@ -116,7 +125,6 @@ def resolve(config: TrainConfig, world: World) -> Setup:
     config = dataclasses.replace(
         config,
         device=world.device.type,
-        teacher_device_strategy=placement.resolve(config.teacher_device_strategy),
         teacher_dtype=dtype,
         resolution=config.resolution or default_resolution,
         flow_shift=config.flow_shift or folder.flow_shift,
@@ -141,10 +149,15 @@ def resolve(config: TrainConfig, world: World) -> Setup:
             "teacher's rank trains too."
         )
     folder.latent_shape(*parse_resolution(config.resolution))
-    if world.is_main:
-        for text in [*folder.notes, *spec.notes, *_ineffective(config, folder, world)]:
-            _log.warning(f"note: {text}")
     return Setup(config, folder, spec, world, placement.DTYPES[config.teacher_dtype])
+
+
+def tell_notes(setup: Setup) -> None:
+    """Says on rank 0 what teacher and student leave out, and which settings change nothing."""
+    if setup.world.is_main:
+        ineffective = _ineffective(setup.config, setup.folder, setup.world)
+        for text in [*setup.folder.notes, *setup.spec.notes, *ineffective]:
+            _log.warning(f"note: {text}")
 
 
 def _ineffective(config: TrainConfig, folder: WanFolder, world: World) -> list[str]:
@@ -164,7 +177,6 @@ def _ineffective(config: TrainConfig, folder: WanFolder, world: World) -> list[s
         only(("balanced", "sequential"), "max_memory"),
         only(("stream",), "resident_blocks"),
         only(("disk",), "disk_buffer"),
-        (config.force and config.teacher_dtype not in placement.QUANTIZED, "--force: no check is there to pass over"),
         (config.ema_device != "gpu" and config.ema_decay == 0, "--ema_device: --ema_decay is 0, there is no average"),
         (config.student_parallel == "fsdp" and world.size == 1, "--student_parallel fsdp: one rank shards nothing"),
         (bool(config.sample_prompts) and not config.save_samples, "--sample_prompts: --no_save_samples draws none"),
@@ -180,7 +192,8 @@ def _identity(setup: Setup) -> dict[str, Any]:
     return {**config.identity(), "global_batch": batch, "student": setup.spec.to_config()}
 
 
-def _set_precision(setup: Setup) -> None:
+def set_precision(setup: Setup) -> None:
+    """Sets torch's precision and determinism for the whole process."""
     if setup.world.device.type != "cuda":
         return
     torch.set_float32_matmul_precision("highest" if setup.config.deterministic else "high")
@@ -190,7 +203,7 @@ def _set_precision(setup: Setup) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _train(setup: Setup, record: RunRecord) -> None:
+def _train(setup: Setup, record: RunRecord, settled: Settled, memory: MemoryAccount) -> None:
     config, folder, spec, world = setup.config, setup.folder, setup.spec, setup.world
     root = setup.output_dir / "checkpoints"
     found, notes = _on_main(world, lambda: checkpoint.choose(root, config.resume))
@@ -198,7 +211,8 @@ def _train(setup: Setup, record: RunRecord) -> None:
         _log.warning(note)
 
     teacher = PlacedTeacher(placement.Setting(config, folder, setup.dtype, world))
-    data = prepare_data(config, folder, teacher.get, world)
+    with memory.phase(CACHES):
+        data = prepare_data(config, folder, teacher.get, world)
     objective = build_objective(config.objective, config.feature_weight, spec.blocks)
     total_samples, total_steps = _length(setup, len(data))
     sampler = Sampler(
@@ -226,7 +240,7 @@ def _train(setup: Setup, record: RunRecord) -> None:
     if world.is_main:
         record.begin(config, world.size, **_sections(setup, trained, total_steps, len(data)), **sections)
     asked = teacher.get() if config.targets == "online" and first < total_steps else None
-    _run_loop(setup, trained, asked, data, sampler, objective, first, total_steps)
+    _run_loop(setup, trained, asked, data, sampler, objective, first, total_steps, record, memory)
     teacher.release()
     _finish(setup, record, trained, total_steps, data.sample_prompts[0])
 
@@ -325,6 +339,8 @@ def _run_loop(
     objective: Objective,
     first: int,
     total: int,
+    record: RunRecord,
+    memory: MemoryAccount,
 ) -> None:
     config, world = setup.config, setup.world
     root = setup.output_dir / "checkpoints"
@@ -335,16 +351,15 @@ def _run_loop(
     progress = Progress("training", total, start=first, enabled=world.is_main)
 
     def on_step(step: int, figures: dict[str, float]) -> None:
-        memory = {"gpu_peak_bytes": 0, "host_rss_bytes": host_rss_bytes()}
-        if world.device.type == "cuda":
-            memory["gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
+        used = {"gpu_peak_bytes": memory.gpu_peak(), "host_rss_bytes": host_rss_bytes()}
+        memory.step(figures["step_seconds"])
         if log is not None:
-            log.write(step, {**figures, **memory})
+            log.write(step, {**figures, **used})
         tracker.log(step, figures)
         rate = sampler.global_batch / max(figures["step_seconds"], 1e-9)
         progress.update(
             text=f"loss {figures['loss']:.4f} {rate:.1f} samples/s teacher {figures['teacher_seconds'] * 1e3:.0f} ms "
-            f"student {figures['student_seconds'] * 1e3:.0f} ms {max(memory.values()) / 2**30:.1f} GiB"
+            f"student {figures['student_seconds'] * 1e3:.0f} ms {max(used.values()) / 2**30:.1f} GiB"
         )
 
     def is_pause(step: int) -> bool:
@@ -352,9 +367,11 @@ def _run_loop(
 
     def on_pause(step: int, stopped: bool) -> None:
         if drawer is not None and (step == total or step % sample_interval == 0):
-            drawer.draw(trained, step)
+            with memory.phase("samples"):
+                drawer.draw(trained, step)
         if stopped or step == total or step % config.checkpoint_interval == 0:
             checkpoint.save(root, step, trained.state(), trained.trainer_state(), world, config.keep_checkpoints)
+            memory.write(record, trained)
 
     loop = Loop(
         config,
@@ -367,6 +384,7 @@ def _run_loop(
         on_step=on_step,
         is_pause=is_pause,
         on_pause=on_pause,
+        phase=memory.phase,
     )
     try:
         with progress:

@@ -1,0 +1,150 @@
+"""Before weights load: what a run measures, what it then decides, and what it leaves of it in run.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from runs import SHORT, flags, here
+from sparse_wan import build_sparse_a14b
+
+from wandistill.config import from_mapping
+from wandistill.demo.captions import training_prompts
+from wandistill.errors import ConfigError, ExitCode
+from wandistill.planner.measured import GpuProbe, RankProbe
+from wandistill.train import distributed, placing, probe
+from wandistill.train.run import Setup, resolve
+from wandistill.units import GIB
+
+RTX_3090 = GpuProbe(
+    name="NVIDIA GeForce RTX 3090",
+    capability=(8, 6),
+    total=int(23.68 * GIB),
+    free=int(23.2 * GIB),
+    reserved=0,
+    alone=True,
+    peer_access=False,
+    host_link=25e9,
+    peer_link=None,
+    half=60e12,
+    float32=30e12,
+    memory=800e9,
+)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(training_prompts(6)))
+    return path
+
+
+def setup(tmp_path: Path, **settings: object) -> Setup:
+    config = from_mapping({**SHORT, "output_dir": str(tmp_path / "out"), "batch_size": 2, **settings})
+    return resolve(config, distributed.start(config))
+
+
+def settle(setup: Setup, **options: bool) -> placing.Settled:
+    return placing.settle(setup.config, setup.folder, setup.spec, setup.world, **options)
+
+
+def test_a14b_on_a_24_gb_card_ends_with_2_before_a_weight_is_read(tmp_path, prompts, monkeypatch, capsys):
+    measure = probe.probe_machine
+    # A simulated card: this rank is told to have one, and computes its blocks where it is.
+    simulated = {"gpu": RTX_3090, "host_available": 128 * GIB, "disk_free": 1000 * GIB}
+    monkeypatch.setattr(placing, "probe_machine", lambda *args: dataclasses.replace(measure(*args), **simulated))
+    settings = {"teacher_path": build_sparse_a14b(tmp_path / "a14b"), "teacher_device_strategy": "gpu"}
+    settings |= {"student_config": "1b", "teacher_dtype": "bfloat16", "gradient_checkpointing": "true"}
+    began = time.process_time()
+    code = here(["train", *_flags(tmp_path, prompts, settings)])
+    assert code == ExitCode.BAD_CONFIG and time.process_time() - began < 10
+    said = capsys.readouterr().err
+    assert "--teacher_device_strategy gpu: rank 0's GPU lacks" in said and "teacher weights, 53.3 GiB" in said
+    assert "It would fit with --teacher_device_strategy stream" in said
+    assert not (tmp_path / "out" / "cache").exists()
+
+
+def test_a_teacher_that_the_container_has_no_memory_for_is_refused_on_a_cpu_too(tmp_path, prompts, monkeypatch, capsys):
+    monkeypatch.setattr(probe, "available_bytes", lambda: 20 * GIB)
+    settings = {"teacher_path": build_sparse_a14b(tmp_path / "a14b"), "teacher_device_strategy": "stream"}
+    assert here(["train", *_flags(tmp_path, prompts, settings | {"student_config": "1b"})]) == ExitCode.BAD_CONFIG
+    said = capsys.readouterr().err
+    assert "--teacher_device_strategy stream: the node's memory lacks" in said
+
+
+def test_probing_leaves_the_generators_and_the_run_s_numbers_alone(tmp_path):
+    own = setup(tmp_path)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    settled = settle(own)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert settled.config == dataclasses.replace(own.config, teacher_device_strategy="gpu")
+
+
+def test_a_probe_of_a_small_cpu_run_is_cheap_and_says_what_it_found(tmp_path):
+    settled = settle(setup(tmp_path))
+    assert settled.seconds < 5
+    (found,) = settled.probes
+    assert 0 < found.host_own < found.host_available and found.cores >= 1
+    assert found.core_float32 > 1e8 and found.shm_free <= found.shm and found.disk_free > 0
+    (blocks,) = settled.blocks
+    assert blocks.teacher is not None and blocks.student is not None and blocks.teacher.seconds > 0
+    assert [RankProbe.from_json(entry) for entry in settled.to_json()["probe"]["ranks"]] == [found]
+
+
+def test_preparing_is_planned_without_a_student(tmp_path):
+    settled = settle(setup(tmp_path), trains=False)
+    assert settled.blocks[0].student is None
+    assert set(settled.decision.row.ranks[0].phases) == {"embeddings", "rollouts"}
+
+
+def test_a_rank_that_was_started_with_other_settings_is_named(tmp_path):
+    class Two:
+        """A world whose second rank has the same to say as this one."""
+
+        @staticmethod
+        def gather(value: list[str]) -> list[list[str]]:
+            return [[], value]
+
+    planned = settle(setup(tmp_path)).decision.plan.request
+    placing._check(planned, planned, Two())
+    with pytest.raises(ConfigError, match="rank 1 was started with other settings than rank 0: batch_size 8 there, 2"):
+        placing._check(planned.change(batch_size=8), planned, Two())
+
+
+def test_a_cpu_that_emulates_bfloat16_says_so_and_advises_float32(tmp_path, monkeypatch, caplog):
+    measure = probe.probe_machine
+    slow = {"core_float32": 1e11, "core_bfloat16": 1e9}
+    monkeypatch.setattr(placing, "probe_machine", lambda *args: dataclasses.replace(measure(*args), **slow))
+    settle(setup(tmp_path, teacher_device_strategy="cpu", teacher_dtype="bfloat16"))
+    assert "this CPU emulates it (100 times as slow as float32)" in caplog.text
+    assert "--teacher_dtype float32 spares that, with 39.1 MiB for the teacher" in caplog.text
+    caplog.clear()
+    settle(setup(tmp_path, teacher_device_strategy="cpu", teacher_dtype="float32"))
+    assert "emulates" not in caplog.text
+
+
+def test_a_run_writes_plan_and_memory_side_by_side_and_a_profile_whose_lasting_terms_are_the_plan_s(tmp_path, prompts):
+    settings = {"max_steps": 2, "ema_decay": 0.9, "ema_device": "cpu"}
+    assert here(["train", *_flags(tmp_path, prompts, settings), "--memory_profile"]) == 0
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert run["config"]["teacher_device_strategy"] == run["plan"]["placement"] == "gpu"
+    assert run["plan"]["why"].startswith("gpu fits") and len(run["plan"]["others"]) == 9
+    memory = run["memory"]
+    assert memory["gpu"] == [] and memory["host"][0]["measured_bytes"] > 2**28
+    assert memory["step_seconds"]["measured"] > 0 and memory["step_seconds"]["predicted"] > 0
+    content = json.loads((tmp_path / "out" / "memory_profile.json").read_text())
+    terms = {entry["term"]: entry for entry in content["ranks"][0]["terms"]}
+    for name in ("student weights", "student moments"):
+        assert terms[name]["measured_bytes"] == terms[name]["predicted_bytes"] > 0
+    assert "Planned and measured" in (tmp_path / "out" / "report.html").read_text()
+
+
+def _flags(tmp_path: Path, prompts: Path, settings: dict[str, object]) -> list[str]:
+    given = {**SHORT, "data_path": prompts, "output_dir": tmp_path / "out", "batch_size": 2, **settings}
+    checkpointing = given.pop("gradient_checkpointing", None)
+    return flags(given, *(["--gradient_checkpointing"] if checkpointing else []))

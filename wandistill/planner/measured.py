@@ -1,0 +1,244 @@
+"""What a run measured at its start, as the planner takes it: machines and rates from the probes of all ranks.
+
+`wandistill.train.probe` measures; here are only its numbers, so that a plan can be made again from a file, and tested
+with a machine that is not there. Of several ranks or nodes the one with the least counts, since all must fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from wandistill.architecture import WanArchitecture
+from wandistill.catalog import Gpu, find_gpu
+from wandistill.errors import ConfigError
+from wandistill.planner.activations import Pass
+from wandistill.planner.memory import CUDA_CONTEXT, NCCL_COMMUNICATOR
+from wandistill.planner.rates import (
+    HOST_LINK_SHARE,
+    MATRIX_SHARE,
+    PEER_LINK_SHARE,
+    TRAFFIC_SHARE,
+    Rates,
+    catalogue_rates,
+)
+from wandistill.planner.request import Machines
+from wandistill.planner.tape import Compute
+from wandistill.planner.timing import work_seconds
+from wandistill.planner.work import block_work
+
+# GB/s, where no file of the teacher is large enough to measure.
+_DISK_RATE = 3.0
+# A CPU whose bfloat16 takes this many times as long as float32 emulates it.
+_EMULATED = 2.0
+
+
+@dataclass(frozen=True)
+class GpuProbe:
+    """A rank's GPU. Bytes, and bytes or operations a second; None: could not be measured."""
+
+    name: str  # as CUDA has it
+    capability: tuple[int, int]
+    total: int
+    free: int
+    reserved: int  # by torch's allocator of this process
+    alone: bool  # no other process is on the GPU
+    peer_access: bool  # to the GPUs of the node's other ranks
+    host_link: float | None  # from page-locked memory, all ranks at once
+    peer_link: float | None  # from the node's other GPUs
+    half: float | None  # of a matrix product
+    float32: float | None
+    memory: float | None  # of a copy on the device
+
+
+@dataclass(frozen=True)
+class BlockProbe:
+    """The forward of one block with random weights."""
+
+    run: Pass  # of one layer
+    seconds: float
+
+    def scale(self, rates: Rates) -> float:
+        """Its seconds over those that `rates` give."""
+        return self.seconds / work_seconds(block_work(self.run), self.run.compute.hidden, rates)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON."""
+        run = self.run
+        return {
+            "seconds": self.seconds,
+            "architecture": run.architecture.to_config(),
+            "batch": run.batch,
+            "tokens": run.tokens,
+            "prompt": run.prompt,
+            "compute": asdict(run.compute),
+            "per_token": run.per_token,
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> BlockProbe:
+        """What `to_json` gave."""
+        sizes = {name: content[name] for name in ("batch", "tokens", "prompt", "per_token")}
+        architecture = WanArchitecture.from_config(content["architecture"])
+        return cls(Pass(architecture=architecture, compute=Compute(**content["compute"]), **sizes), content["seconds"])
+
+
+@dataclass(frozen=True)
+class BlockProbes:
+    """A block of the teacher and one of the student on a rank's device; None: not measured."""
+
+    teacher: BlockProbe | None = None
+    student: BlockProbe | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return {f"{name}_block": one.to_json() if one else None for name, one in vars(self).items()}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> BlockProbes:
+        """What `to_json` gave."""
+        blocks = {name: content[f"{name}_block"] for name in ("teacher", "student")}
+        return cls(**{name: BlockProbe.from_json(block) for name, block in blocks.items() if block})
+
+
+@dataclass(frozen=True)
+class RankProbe:
+    """The machine of one rank. Bytes, and bytes or operations a second."""
+
+    node: int
+    gpu: GpuProbe | None
+    host_available: int  # of the node, or what its cgroups leave if that is less
+    host_own: int  # that this process has taken
+    cores: int  # that this process may use
+    core_float32: float  # operations of all threads of the rank
+    core_bfloat16: float
+    shm: int
+    shm_free: int
+    disk_free: int  # where the run writes, its own checkpoints counted as free
+    disk_rate: float | None  # of the teacher's files; None: they are too small
+
+    @property
+    def slow_bfloat16(self) -> float | None:
+        """How many times as long as float32 this CPU's bfloat16 takes, where it is emulated."""
+        times = self.core_float32 / self.core_bfloat16
+        return times if times >= _EMULATED else None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> RankProbe:
+        """What `to_json` gave."""
+        gpu = content["gpu"]
+        card = GpuProbe(**{**gpu, "capability": tuple(gpu["capability"])}) if gpu else None
+        return cls(**{**{field.name: content[field.name] for field in fields(cls)}, "gpu": card})
+
+
+def block_to_measure(run: Pass, *, work: float, weights: int) -> Pass:
+    """One block of `run`, of at most `work` operations and `weights` bytes: fewer rows, fewer tokens, less width."""
+    architecture = replace(run.architecture, num_layers=1)
+    while architecture.block_parameters * run.compute.stored > weights and architecture.num_attention_heads > 1:
+        heads = (architecture.num_attention_heads + 1) // 2
+        architecture = replace(architecture, num_attention_heads=heads, ffn_dim=(architecture.ffn_dim + 1) // 2)
+    block = replace(run, architecture=architecture)
+    rows = _within(lambda rows: replace(block, batch=rows), run.batch, work)
+    tokens = _within(lambda tokens: replace(block, batch=rows, tokens=tokens), run.tokens, work)
+    return replace(block, batch=rows, tokens=tokens)
+
+
+def _within(make: Callable[[int], Pass], most: int, work: float) -> int:
+    """`most`, halved until a block has at most `work` operations; at least 1."""
+    while most > 1 and _operations(make(most)) > work:
+        most //= 2
+    return most
+
+
+def _operations(run: Pass) -> float:
+    one = block_work(run)
+    return one.matrix_flops + one.attention_flops
+
+
+def measured_machines(probes: Sequence[RankProbe]) -> Machines:
+    """The nodes that the ranks are on."""
+    nodes = {probe.node for probe in probes}
+    by_node = [[probe for probe in probes if probe.node == node] for node in sorted(nodes)]
+    cards = [probe.gpu for probe in probes if probe.gpu is not None]
+    return Machines(
+        gpu=_gpu(cards) if cards else None,
+        ranks=max(map(len, by_node)),
+        nodes=len(nodes),
+        host_memory=min(min(p.host_available for p in node) + sum(p.host_own for p in node) for node in by_node),
+        cores=min(max(p.cores for p in node) for node in by_node),
+        shm=min(probe.shm_free for probe in probes),
+        disk=min(probe.disk_free for probe in probes),
+        disk_rate=(_least(probe.disk_rate for probe in probes) or _DISK_RATE * 1e9) / 1e9,
+        gpu_memory=min(card.total - _others(card, len(probes)) for card in cards) if cards else None,
+        # Of a card that other processes use too, it is not known what of it is this one's.
+        context=max(card.total - card.free - card.reserved for card in cards)
+        if cards and all(card.alone for card in cards)
+        else None,
+        process=max(probe.host_own for probe in probes),
+    )
+
+
+def measured_rates(machines: Machines, probes: Sequence[RankProbe], blocks: Sequence[BlockProbes]) -> Rates:
+    """The speeds that the slowest rank measured, and the catalogue's where none did."""
+    rates = catalogue_rates(machines)
+    cards = [probe.gpu for probe in probes if probe.gpu is not None]
+    node = [probe for probe in probes if probe.node == probes[0].node]
+    found = {"core": sum(probe.core_float32 for probe in node) / machines.cores}
+    for name in ("half", "float32", "memory", "host_link", "peer_link"):
+        if least := _least(getattr(card, name) for card in cards):
+            found[name] = least
+    if not cards:
+        found["float32"] = min(probe.core_float32 for probe in probes)
+        found["half"] = min(probe.core_bfloat16 for probe in probes)
+    rates = replace(rates, **found)
+    return replace(
+        rates,
+        teacher=max((one.teacher.scale(rates) for one in blocks if one.teacher), default=1.0),
+        student=max((one.student.scale(rates) for one in blocks if one.student), default=1.0),
+    )
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    return min((value for value in values if value), default=None)
+
+
+def _others(card: GpuProbe, world: int) -> int:
+    """Bytes of a card that other processes hold."""
+    if card.alone:
+        return 0
+    own = CUDA_CONTEXT + (NCCL_COMMUNICATOR if world > 1 else 0)
+    return max(card.total - card.free - card.reserved - own, 0)
+
+
+def _gpu(cards: Sequence[GpuProbe]) -> Gpu:
+    """The catalogue's entry of the slowest card, or one made of what was measured."""
+    card = min(cards, key=lambda card: card.half or 0.0)
+    try:
+        return find_gpu(card.name)
+    except ConfigError:
+        pass
+    giga = 1e9
+    # The planner takes shares of specified speeds; these are what would be specified.
+    half = (card.half or 1e12) / MATRIX_SHARE / 1e12
+    link = (card.host_link or giga) / HOST_LINK_SHARE / giga
+    return Gpu(
+        name=card.name,
+        title=card.name,
+        memory=card.total,
+        usable=card.total,
+        bf16=half,
+        fp8=None,
+        tf32=(card.float32 or card.half or 1e12) / MATRIX_SHARE / 1e12,
+        bandwidth=(card.memory or 100 * giga) / TRAFFIC_SHARE / giga,
+        host_link=link,
+        peer_link=card.peer_link / PEER_LINK_SHARE / giga if card.peer_link else link / 2,
+        peer_kind="pcie" if card.peer_access else "host",
+        capability=card.capability,
+        products=(),
+        source={"all": "measured at the start of the run"},
+    )

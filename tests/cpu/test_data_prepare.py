@@ -17,6 +17,7 @@ from wandistill.data import building, command
 from wandistill.data.prepare import prepare_data
 from wandistill.errors import ConfigError, DoesNotFit
 from wandistill.models.wan import WanFolder, open_teacher
+from wandistill.planner.timing import PrepareCost
 
 PROMPTS = ["a red circle", "a cat", "blue", "a cat"]
 
@@ -131,16 +132,18 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_time_is_told_after_the_first_batch(
+def test_the_time_is_told_before_anything_is_built_and_after_the_first_batch(
     folder: WanFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(building, "_SHORT_SECONDS", 0.0)
     data = tmp_path / "many.txt"
     data.write_text("\n".join(f"{index} cats" for index in range(70)))
+    cost = PrepareCost(prompts=1, embedding_bytes=1, embedding_seconds=0.5, latent_bytes=1, latent_seconds=360.0)
     with caplog.at_level(logging.INFO):
-        prepare_data(configure(tmp_path, folder, data_path=str(data)), folder, CountingTeacher, world())
-    assert "rollouts: 6 are left, about" in caplog.text
-    assert "hours" in caplog.text and "at the pace of the first batch" in caplog.text
+        prepare_data(configure(tmp_path, folder, data_path=str(data)), folder, CountingTeacher, world(), cost)
+    planned, measured = caplog.text.index("about 7 hours"), caplog.text.index("rollouts: 6 are left, about")
+    assert "to write, about 7 hours (7 h 00 min) as planned" in caplog.text
+    assert planned < measured and "at the pace of the first batch" in caplog.text
 
 
 def test_prompts_that_are_cut_are_counted_in_a_warning(

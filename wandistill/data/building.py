@@ -40,10 +40,11 @@ class Work:
     keys: Sequence[str]  # all items that must be there in the end
     batch_size: int  # items computed at once; fewer only if there are fewer in all
     item_bytes: Callable[[list[str]], float]  # mean bytes on disk of the given items
+    item_seconds: float | None = None  # predicted, of all ranks together
 
 
 def check_disk(works: Sequence[Work], cache_dir: Path, world: World) -> None:
-    """Says what each work will write, and refuses if the disk has no room for it.
+    """Says what each work will write and how long it takes, and refuses if the disk has no room for it.
 
     Raises:
         DoesNotFit: more bytes are needed than are free.
@@ -54,6 +55,9 @@ def check_disk(works: Sequence[Work], cache_dir: Path, world: World) -> None:
         count = round(len(missing) * work.item_bytes(missing)) if missing else 0
         needed += count
         todo = f"{len(missing)} to build, {format_bytes(count)} to write" if missing else "complete"
+        if missing and work.item_seconds is not None:
+            seconds = len(missing) * work.item_seconds
+            todo += f", about {seconds / 3600:.2g} hours ({format_seconds(seconds)}) as planned"
         lines.append(f"{work.title}: {total - len(missing)} of {total} in {work.store.folder}, {todo}")
     free = free_bytes(cache_dir)
     if world.is_main:
@@ -61,8 +65,8 @@ def check_disk(works: Sequence[Work], cache_dir: Path, world: World) -> None:
             _log.info(line)
         if needed:
             _log.info(
-                f"disk of {cache_dir}: {format_bytes(needed)} to write, {format_bytes(free)} free. How long it takes "
-                "is measured, and told after the first batch of each."
+                f"disk of {cache_dir}: {format_bytes(needed)} to write, {format_bytes(free)} free. The time is "
+                "measured, and told again, after the first batch of each."
             )
     if needed > free:
         raise DoesNotFit(

@@ -50,7 +50,7 @@ def prepare(settings: TrainConfig) -> None:
             placed.append(placement.place(placement.Setting(setup.config, setup.folder, setup.dtype, world)))
             return placed[0]
 
-        data = prepare_data(setup.config, setup.folder, place, world)
+        data = prepare_data(setup.config, setup.folder, place, world, settled.prompt_cost())
         if world.is_main:
             _log.info(
                 f"{setup.config.cache_path}: complete for {len(data)} training items of {len(data.prompts)} prompts, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 
@@ -21,6 +22,7 @@ from wandistill.data.images import encode_images, picture_hashes, picture_work
 from wandistill.data.latents import CachedTargets, LatentCache, RolloutSettings, build_rollouts, rollout_work
 from wandistill.data.source import Source, read_source
 from wandistill.models.wan import WanFolder
+from wandistill.planner.timing import PrepareCost
 from wandistill.teacher.base import Teacher
 from wandistill.train.distributed import World
 
@@ -70,7 +72,13 @@ class TrainingData:
         return self._embeddings.batch(self.sample_prompts)
 
 
-def prepare_data(config: TrainConfig, folder: WanFolder, teacher: Callable[[], Teacher], world: World) -> TrainingData:
+def prepare_data(
+    config: TrainConfig,
+    folder: WanFolder,
+    teacher: Callable[[], Teacher],
+    world: World,
+    cost: PrepareCost | None = None,
+) -> TrainingData:
     """Builds the caches that the run needs and lacks, on all ranks together, and opens them.
 
     First it says what will be written, and refuses if the disk has no room; then it builds embeddings, then latents,
@@ -82,6 +90,7 @@ def prepare_data(config: TrainConfig, folder: WanFolder, teacher: Callable[[], T
         teacher: gives the placed teacher; called, on every rank alike, only if rollouts are missing. It stays the
             caller's to close.
         world: the ranks; each calls this.
+        cost: what one prompt with one rollout is predicted to take, to tell the time beforehand; not known of pictures.
 
     Raises:
         ConfigError: bad data, or no room on the disk (DoesNotFit).
@@ -92,10 +101,14 @@ def prepare_data(config: TrainConfig, folder: WanFolder, teacher: Callable[[], T
     dtype = _TEXT_DTYPES.get(config.teacher_dtype, torch.bfloat16)
     texts = [*source.prompts, *source.sample_prompts, config.negative_prompt]
     text_work = embedding_work(folder, texts, cache_dir, dtype, world.device)
+    if cost is not None:
+        text_work = dataclasses.replace(text_work, item_seconds=cost.embedding_seconds)
     settings = _rollout_settings(config)
     if source.pictures is None:
         ingredients = embedding_ingredients(folder, dtype, world.device)
         latent_work = rollout_work(folder, source.prompts, settings, ingredients, cache_dir)
+        if cost is not None:
+            latent_work = dataclasses.replace(latent_work, item_seconds=cost.latent_seconds)
     else:
         hashes = picture_hashes(source.pictures, cache_dir, world)
         latent_work = picture_work(folder, hashes, resolution, cache_dir)

@@ -22,6 +22,7 @@ from wandistill.planner.measured import BlockProbes, RankProbe, measured_machine
 from wandistill.planner.placements import Placement
 from wandistill.planner.rates import Rates
 from wandistill.planner.request import PlanRequest
+from wandistill.planner.timing import PrepareCost, prepare_cost
 from wandistill.student_config import StudentSpec
 from wandistill.train.distributed import World
 from wandistill.train.probe import probe_blocks, probe_machine
@@ -38,7 +39,15 @@ class Settled:
     decision: Decision
     probes: list[RankProbe]  # of all ranks
     blocks: list[BlockProbes]
+    rates: Rates  # as measured
     seconds: float  # that measuring took
+
+    def prompt_cost(self) -> PrepareCost:
+        """What the caches take for one prompt with one rollout."""
+        row, steps = self.decision.row, self.config.rollout_steps
+        return prepare_cost(
+            self.decision.plan.request, row.placement, row.places, prompts=1, rollout_steps=steps, rates=self.rates
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The parts of run.json that say what was measured and planned."""
@@ -73,7 +82,7 @@ def settle(config: TrainConfig, folder: WanFolder, spec: StudentSpec, world: Wor
     _check(request, outcome.plan.request, world)
     chosen = {"teacher_device_strategy": outcome.strategy, **outcome.settings}
     placed = from_mapping({**dataclasses.asdict(config), **chosen})
-    settled = Settled(placed, outcome, probes, blocks, seconds)
+    settled = Settled(placed, outcome, probes, blocks, rates, seconds)
     if world.is_main:
         _log.info(paragraph(outcome))
         note = _slow_half(settled)

@@ -212,7 +212,7 @@ def _train(setup: Setup, record: RunRecord, settled: Settled, memory: MemoryAcco
 
     teacher = PlacedTeacher(placement.Setting(config, folder, setup.dtype, world))
     with memory.phase(CACHES):
-        data = prepare_data(config, folder, teacher.get, world)
+        data = prepare_data(config, folder, teacher.get, world, settled.prompt_cost())
     objective = build_objective(config.objective, config.feature_weight, spec.blocks)
     total_samples, total_steps = _length(setup, len(data))
     sampler = Sampler(

@@ -26,7 +26,10 @@ lint: setup ## ruff, types and the torch boundary
 	$(RUN) -m mypy
 
 test: setup ## all tests that need no GPU and no cluster
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not demo" --numprocesses auto --dist loadfile
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not demo and not slow" --numprocesses auto --dist loadfile
+
+test-slow: setup ## worlds of processes that are killed: every placement, real memory limits, several nodes
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m slow
 
 demo-others: setup ## after the demo: a quarter-size student in the same time, and one that is not trained
 	$(RUN) -m wandistill train --config wandistill/demo/demo.yaml --student_config quarter --init average --max_steps 500 \
@@ -53,4 +56,4 @@ $(VENV)/.installed: pyproject.toml uv.lock
 	$(UV) sync --frozen --all-extras --python $(PYTHON)
 	@touch $@
 
-.PHONY: help setup demo demo-others lint test test-demo generate bench clean
+.PHONY: help setup demo demo-others lint test test-slow test-demo generate bench clean

@@ -30,6 +30,7 @@ def main(small: str, large: str, output_dir: str) -> None:
             teacher.close()
         print(said, flush=True)
         sys.stdin.readline()
+    distributed.stop()
 
 
 if __name__ == "__main__":

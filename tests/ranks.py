@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -21,16 +22,19 @@ class Ranks:
         count: the world's size.
         arguments: flags of `wandistill train`.
         log: a file that takes what all ranks print.
+        before: called in each rank, with its number, before the run.
     """
 
-    def __init__(self, count: int, arguments: list[str], log: Path) -> None:
+    def __init__(
+        self, count: int, arguments: list[str], log: Path, before: Callable[[int], None] | None = None
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         world = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         self.log = log
         self.processes = [
-            _CONTEXT.Process(target=_rank, args=({**world, "RANK": rank, "LOCAL_RANK": rank}, arguments, log))
+            _CONTEXT.Process(target=_rank, args=({**world, "RANK": rank, "LOCAL_RANK": rank}, arguments, log, before))
             for rank in range(count)
         ]
         for process in self.processes:
@@ -68,11 +72,16 @@ class Ranks:
             time.sleep(0.01)
 
 
-def _rank(environment: dict[str, object], arguments: list[str], log: Path) -> None:
+def _rank(
+    environment: dict[str, object], arguments: list[str], log: Path, before: Callable[[int], None] | None
+) -> None:
     from wandistill.cli import main
 
     os.environ.update({name: str(value) for name, value in environment.items()})
+    sys.argv = ["wandistill.train", *arguments]
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    if before is not None:
+        before(int(os.environ["RANK"]))
     sys.exit(main(["train", *arguments]))

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from wandistill import __version__
 from wandistill.errors import ExitCode, WandistillError
+from wandistill.launch import records
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ COMMANDS = {
     "sample": Command("wandistill.models.sample_command", "draw pictures with a student or a teacher"),
     "export": Command("wandistill.models.export_command", "write a student from a checkpoint"),
     "verify": Command("wandistill.models.verify", "compare a teacher's forward with diffusers' own"),
+    "launch": Command(
+        "wandistill.launch.command", "run the ranks of a node with a launcher that watches over them", needs_torch=False
+    ),
     "plan": Command("wandistill.planner.command", "say which placements fit, before anything loads", needs_torch=False),
     "render": Command("wandistill.kube.render_command", "print the Kubernetes objects of a values file", False),
     "submit": Command("wandistill.kube.submit_command", "make the objects of a values file in a cluster", False),
@@ -71,24 +75,31 @@ def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> in
     # What these two warn of while importing torchao is for its authors.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    code, message = _outcome(args)
+    records.leave(code, message)
+    return int(code)
+
+
+def _outcome(args: argparse.Namespace) -> tuple[int, str]:
+    """The command's exit code, and what was told about it."""
     try:
-        return int(_module(args.command, COMMANDS[args.command]).run(args))
+        return int(_module(args.command, COMMANDS[args.command]).run(args)), ""
     except WandistillError as error:
         print(f"wandistill {args.command}: {error}", file=sys.stderr)
-        return int(error.exit_code)
+        return error.exit_code, str(error)
     except ModuleNotFoundError as error:
         _exit_for_missing(args.command, COMMANDS[args.command], error)
     except KeyboardInterrupt:
         print(f"wandistill {args.command}: stopped by Ctrl-C before there was anything to save.", file=sys.stderr)
-        return int(ExitCode.INTERRUPTED)
+        return ExitCode.INTERRUPTED, "stopped by Ctrl-C"
     except BrokenPipeError:
         # The reader of a pipe, such as `head`, has left.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(ExitCode.DONE)
-    except Exception:
+        return ExitCode.DONE, ""
+    except Exception as error:
         # Python's own exit code for this, 1, means out of memory here.
         traceback.print_exc()
-        return int(ExitCode.UNEXPECTED)
+        return ExitCode.UNEXPECTED, f"{type(error).__name__}: {error}"
 
 
 def _module(name: str, command: Command) -> ModuleType:

@@ -223,6 +223,21 @@ class TrainConfig:
         "output",
         identity=False,
     )
+    on_oom: str = _option(
+        "stop",
+        "what wandistill launch does when memory runs out: end with a report, or start again from the last checkpoint "
+        "with the next placement that fits",
+        "output",
+        choices=("stop", "replan"),
+        identity=False,
+    )
+    max_replans: int = _option(3, "placements that --on_oom replan tries after the first", "output", identity=False)
+    host_memory_stop: float = _option(
+        0.98,
+        "share of the container's memory limit at which wandistill launch ends the ranks before the kernel does",
+        "output",
+        identity=False,
+    )
     report_to: str = _option(
         "none", "tracker beside metrics.jsonl", "output", choices=("none", "tensorboard", "wandb"), identity=False
     )
@@ -419,6 +434,7 @@ _NOT_NEGATIVE = (
     "sample_interval",
     "resident_blocks",
     "teacher_micro_batch",
+    "max_replans",
     "seed",
 )
 
@@ -435,6 +451,11 @@ def _check_ranges(config: TrainConfig) -> None:
             raise ConfigError(f"--{name} {getattr(config, name)}: must be above 0.")
     if not 0 <= config.memory_margin < 1:
         raise ConfigError(f"--memory_margin {config.memory_margin}: must be at least 0 and below 1, such as 0.05.")
+    if not 0 < config.host_memory_stop <= 1:
+        raise ConfigError(
+            f"--host_memory_stop {config.host_memory_stop}: must be above 0 and at most 1, such as 0.98; 1 leaves it "
+            "to the kernel."
+        )
     if not 0 <= config.ema_decay < 1:
         raise ConfigError(f"--ema_decay {config.ema_decay}: must be at least 0 and below 1, such as 0.999.")
     if config.resolution:

@@ -52,9 +52,17 @@ class TrainingFailed(WandistillError):
 
 
 class PeerLost(WandistillError):
-    """Another rank, or the network to it, is gone."""
+    """Another rank, or the network to it, is gone.
+
+    Args:
+        rank: the lost one, if it is known.
+    """
 
     exit_code = ExitCode.PEER_LOST
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class Interrupted(WandistillError):

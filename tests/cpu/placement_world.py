@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 # This file is in tests/cpu, its helpers in tests.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,9 +36,9 @@ from tiny_wan import build_tiny_wan
 from wandistill.config import from_mapping
 from wandistill.errors import WandistillError
 from wandistill.teacher import BUILDERS
-from wandistill.teacher.watch import PeerWatch, peer_errors
 from wandistill.train import distributed
 from wandistill.train.distributed import World
+from wandistill.train.watch import PeerWatch, peer_errors
 
 SECONDS_PER_WORLD = 240.0
 KILLED_AT_ONCE = 6
@@ -62,7 +63,6 @@ def run_cases(rank: int, ranks: int, nodes: int, port: int, cases: Sequence[Case
     """What a rank of a world does; rank 0 writes the findings of all."""
 
     world = start_rank(rank, ranks, nodes, port)
-    watch = PeerWatch()
     here = Ranks(world, folder)
     for case in cases:
         started = time.monotonic()
@@ -78,15 +78,14 @@ def run_cases(rank: int, ranks: int, nodes: int, port: int, cases: Sequence[Case
                 file.write(json.dumps([case.name, everyone, time.monotonic() - started]) + "\n")
         if any("error" in one for one in everyone):
             break  # the ranks may be out of step
-    watch.close()
     distributed.stop()
 
 
 def run_and_die(rank: int, ranks: int, port: int, case: Case, folder: Path, said: Path) -> None:
     """A run whose last rank dies in the middle of a step; the others end as `wandistill train` ends."""
-    world = start_rank(rank, ranks, 1, port)
+    with patch.object(distributed, "PeerWatch", lambda: PeerWatch(grace_seconds=3.0)):
+        world = start_rank(rank, ranks, 1, port)
     logging.basicConfig(filename=said, force=True)
-    PeerWatch(grace_seconds=3.0)
     setting = Ranks(world, folder).setting(case)
     teacher = BUILDERS[case.placement](setting)
     asks = steps(setting)[0]

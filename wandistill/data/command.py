@@ -11,10 +11,9 @@ from wandistill import config
 from wandistill import teacher as placement
 from wandistill.config import TrainConfig
 from wandistill.data.prepare import prepare_data
-from wandistill.teacher.base import Teacher
 from wandistill.train import distributed
 from wandistill.train.placing import settle
-from wandistill.train.run import resolve, tell_notes
+from wandistill.train.run import PlacedTeacher, resolve, tell_notes
 from wandistill.units import format_seconds
 
 _log = logging.getLogger(__name__)
@@ -38,25 +37,16 @@ def prepare(settings: TrainConfig) -> None:
         WandistillError: see `prepare_data`.
     """
     began = time.monotonic()
-    world = distributed.start(settings)
-    placed: list[Teacher] = []
-    try:
+    with distributed.joined(settings) as (world, _):
         setup = resolve(settings, world)
         settled = settle(setup.config, setup.folder, setup.spec, world, trains=False)
         setup = dataclasses.replace(setup, config=settled.config)
         tell_notes(setup)
-
-        def place() -> Teacher:
-            placed.append(placement.place(placement.Setting(setup.config, setup.folder, setup.dtype, world)))
-            return placed[0]
-
-        data = prepare_data(setup.config, setup.folder, place, world, settled.prompt_cost())
+        teacher = PlacedTeacher(placement.Setting(setup.config, setup.folder, setup.dtype, world))
+        data = prepare_data(setup.config, setup.folder, teacher.get, world, settled.prompt_cost())
+        teacher.release()
         if world.is_main:
             _log.info(
                 f"{setup.config.cache_path}: complete for {len(data)} training items of {len(data.prompts)} prompts, "
                 f"after {format_seconds(time.monotonic() - began)}."
             )
-    finally:
-        for teacher in placed:
-            teacher.close()
-        distributed.stop()

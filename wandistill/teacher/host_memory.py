@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wandistill.launch.cgroup import MemoryCgroup
+
 # Larger registrations were seen to fail; see `pin`.
 _LARGEST_REGISTRATION = 64 << 30
 
@@ -21,33 +23,9 @@ def available_bytes() -> int:
     """
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     fields = {name: int(value.split()[0]) * 1024 for name, value in (line.split(":", 1) for line in lines)}
-    return max(min([fields["MemAvailable"], *_cgroup_rooms()]), 0)
-
-
-def _cgroup_rooms() -> list[int]:
-    """Room under each memory limit of this process's cgroup and its ancestors, versions 1 and 2."""
-    rooms = []
-    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-        _, controllers, name = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root = Path("/sys/fs/cgroup") / controllers
-        limit, usage = (
-            ("memory.max", "memory.current") if not controllers else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        )
-        folder = root / name.lstrip("/")
-        # Inside a container the name may be that outside of it; its own root is then all there is to see.
-        for place in [folder, *folder.parents]:
-            with contextlib.suppress(FileNotFoundError):
-                most = (place / limit).read_text(encoding="ascii").strip()
-                if most.isdigit():
-                    used = int((place / usage).read_text(encoding="ascii"))
-                    statistics = (place / "memory.stat").read_text(encoding="ascii").split()
-                    cache = dict(zip(statistics[::2], statistics[1::2], strict=True))
-                    rooms.append(int(most) - used + int(cache["inactive_file"]))
-            if place == root:
-                break
-    return rooms
+    group = MemoryCgroup.own()
+    rooms = [limit.room for limit in group.limits()] if group else []
+    return max(min([fields["MemAvailable"], *rooms]), 0)
 
 
 class HostBuffers:

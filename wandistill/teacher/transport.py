@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wandistill.errors import PeerLost
-from wandistill.teacher.watch import peer_errors
 from wandistill.train.distributed import TIMEOUT
+from wandistill.train.watch import peer_errors
 
 if TYPE_CHECKING:
     from wandistill.train.distributed import World

@@ -3,5 +3,7 @@
 import sys
 
 from wandistill.cli import main
+from wandistill.launch import records
 
+records.register()
 sys.exit(main(["train", *sys.argv[1:]]))

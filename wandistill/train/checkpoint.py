@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from wandistill.errors import ConfigError, TrainingFailed
+from wandistill.launch.causes import cause_of
 from wandistill.train.distributed import World
 
 # One process saves and loads alone on purpose.
@@ -49,6 +50,8 @@ def save(root: Path, step: int, state: dict[str, Any], trainer: dict[str, Any], 
             shutil.rmtree(final, ignore_errors=True)
             os.rename(partial, final)
     except (OSError, dcp.api.CheckpointException, RuntimeError) as error:
+        if cause_of(error) is not None:
+            raise
         # torch reports a full disk as a RuntimeError of its writer, as well as an OSError.
         failure = str(error).strip().splitlines()[-1][:300] if str(error).strip() else type(error).__name__
     failures = [text for text in world.gather(failure) if text]

@@ -6,7 +6,7 @@ import argparse
 
 from wandistill import config
 from wandistill.errors import OutOfMemory
-from wandistill.units import format_bytes
+from wandistill.launch.causes import cause_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,18 +18,14 @@ def run(args: argparse.Namespace) -> int:
     """Trains; returns 0."""
     settings = config.from_arguments(args)
     # Imported here, so that --help and a wrong flag answer at once.
-    import torch
-
     from wandistill.train.run import train
 
     try:
         train(settings)
-    except torch.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info()
-        raise OutOfMemory(
-            f"the GPU's memory ran out: {format_bytes(torch.cuda.memory_allocated())} allocated, "
-            f"{format_bytes(torch.cuda.memory_reserved())} reserved, {format_bytes(free)} of {format_bytes(total)} "
-            "free. Lower --batch_size (and raise --gradient_accumulation_steps), or add --gradient_checkpointing, "
-            "--teacher_device_strategy cpu, or --optimizer adamw8bit."
-        ) from error
+    except RuntimeError as error:
+        # Before the ranks have met there is nobody to tell, and nothing was planned.
+        cause = cause_of(error)
+        if cause is None:
+            raise
+        raise OutOfMemory(f"memory ran out before the run began: {cause.message}") from error
     return 0

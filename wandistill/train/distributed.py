@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,7 +13,13 @@ import torch
 import torch.distributed as dist
 
 from wandistill.config import TrainConfig
-from wandistill.errors import ConfigError
+from wandistill.errors import ConfigError, Interrupted, PeerLost, Terminated, TrainingFailed
+from wandistill.train.alarm import Alarm
+from wandistill.train.watch import PeerWatch, peer_lost
+
+# What all ranks raise in the same step, however long each takes to leave. A ConfigError may be one rank's alone; where
+# all have it they leave together, well within the watch's time.
+SHARED = (Interrupted, Terminated, TrainingFailed)
 
 # Loading a 14 B teacher, or a slow rank's export, may keep the others waiting this long.
 TIMEOUT = timedelta(minutes=30)
@@ -64,6 +72,44 @@ class World:
         return tensor
 
 
+_watch: PeerWatch | None = None
+
+
+@contextmanager
+def joined(config: TrainConfig) -> Iterator[tuple[World, Alarm]]:
+    """The ranks that torchrun started, or a world of one, until the body ends; and who tells them of a lack of memory.
+
+    Raises:
+        ConfigError: see `start`.
+        OutOfMemory: memory ran out, and this is the only rank; of several ranks all end here, after one report.
+        PeerLost: a rank left in the middle, which torch.distributed reports in many ways.
+    """
+    world = start(config)
+    alarm = Alarm(world, config)
+    if _watch is not None:
+        _watch.on_lost = alarm.lost
+    orderly = False
+    try:
+        yield world, alarm
+        orderly = True
+    except SHARED:
+        orderly = True
+        raise
+    except PeerLost as error:
+        alarm.lost(error.rank)
+        raise
+    except Exception as error:
+        alarm.handle(error)
+        lost = peer_lost(error)
+        if lost is None:
+            raise
+        alarm.lost(lost.rank)
+        raise lost from error
+    finally:
+        alarm.close()
+        stop(orderly=orderly)
+
+
 def start(config: TrainConfig) -> World:
     """Joins the ranks that torchrun started, or makes a world of one.
 
@@ -85,6 +131,8 @@ def start(config: TrainConfig) -> World:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=device if on_gpu else None
         )
+        global _watch
+        _watch = PeerWatch()
     rank = dist.get_rank() if launched else 0
     return World(rank, ranks if launched else 1, local_rank, local_size, device)
 
@@ -105,7 +153,16 @@ def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device
     return device
 
 
-def stop() -> None:
-    """Leaves the ranks' group."""
-    if dist.is_initialized():
+def stop(*, orderly: bool = True) -> None:
+    """Leaves the ranks' group.
+
+    Args:
+        orderly: all ranks leave here; else the others learn that they lost this one.
+    """
+    global _watch
+    if _watch is not None:
+        _watch.close(orderly=orderly)
+        _watch = None
+    # NCCL may wait here for the peers that wait for this rank; they learn of it when the process ends.
+    if dist.is_initialized() and (orderly or dist.get_backend() == "gloo"):
         dist.destroy_process_group()

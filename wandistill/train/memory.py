@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -51,10 +51,14 @@ class MemoryAccount:
     Args:
         decision: the plan.
         detailed: also keep the peak of each phase (`--memory_profile`).
+        on_phase: told each phase that begins.
     """
 
-    def __init__(self, world: World, decision: Decision, *, detailed: bool) -> None:
+    def __init__(
+        self, world: World, decision: Decision, *, detailed: bool, on_phase: Callable[[str], None] = lambda name: None
+    ) -> None:
         self._world, self._decision, self.detailed = world, decision, detailed
+        self._on_phase = on_phase
         self._on_gpu = world.device.type == "cuda"
         self._host = HostMemory(0, 0)
         self._gpu_peak = 0
@@ -83,6 +87,7 @@ class MemoryAccount:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Counts the body as phase `name` of the plan; phases do not nest."""
+        self._on_phase(name)
         if not (self.detailed and self._on_gpu):
             yield
             return

@@ -15,6 +15,7 @@ from typing import Any
 from wandistill.catalog import model_from_folder
 from wandistill.config import TrainConfig, from_mapping
 from wandistill.errors import ConfigError, WandistillError
+from wandistill.launch.question import Question
 from wandistill.models.wan import WanFolder
 from wandistill.planner.decide import Decision, decide, paragraph
 from wandistill.planner.from_config import request_of_config
@@ -56,6 +57,12 @@ class Settled:
             for rank, (probe, block) in enumerate(zip(self.probes, self.blocks, strict=True))
         ]
         return {"probe": {"seconds": self.seconds, "ranks": ranks}, "plan": self.decision.to_json()}
+
+    def question(self, folder: WanFolder) -> Question:
+        """What was asked, to be asked again where memory runs out; a placement that stands for another is that."""
+        placed = self.decision.row.placement.value
+        config = dataclasses.replace(self.config, teacher_device_strategy=placed)
+        return Question(config, str(folder.path), self.decision.plan.request.machines)
 
 
 def settle(config: TrainConfig, folder: WanFolder, spec: StudentSpec, world: World, *, trains: bool = True) -> Settled:

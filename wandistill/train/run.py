@@ -13,10 +13,13 @@ from typing import Any
 import torch
 
 from wandistill import teacher as placement
-from wandistill.config import FIELDS, TrainConfig, parse_resolution
+from wandistill.config import FIELDS, TrainConfig, from_mapping, parse_resolution
 from wandistill.data.prepare import TrainingData, prepare_data
 from wandistill.errors import ConfigError, WandistillError
 from wandistill.evaluate.report import write_report
+from wandistill.launch import records
+from wandistill.launch.remedy import REPLANNED
+from wandistill.launch.state import replanned, replans
 from wandistill.models.export import export_student
 from wandistill.models.student import ProbeBatch, Student, build_student, choose_init, empty_student, importance_of
 from wandistill.models.wan import WanFolder, open_teacher
@@ -90,8 +93,8 @@ def train(config: TrainConfig) -> None:
     Raises:
         WandistillError: with the exit code and the sentence for the user.
     """
-    world = distributed.start(config)
-    try:
+    with distributed.joined(config) as (world, alarm):
+        config = _replanned(config, world)
         setup = resolve(config, world)
         set_precision(setup)
         record = RunRecord(setup.output_dir, _identity(setup))
@@ -100,13 +103,29 @@ def train(config: TrainConfig) -> None:
             return
         settled = settle(setup.config, setup.folder, setup.spec, world)
         setup = dataclasses.replace(setup, config=settled.config)
+        alarm.plan(settled.question(setup.folder))
         tell_notes(setup)
         if world.is_main:
             record.update(**settled.to_json())
-        with MemoryAccount(world, settled.decision, detailed=config.memory_profile) as memory:
-            _train(setup, record, settled, memory)
-    finally:
-        distributed.stop()
+        teacher = PlacedTeacher(placement.Setting(setup.config, setup.folder, setup.dtype, world))
+        account = MemoryAccount(world, settled.decision, detailed=config.memory_profile, on_phase=alarm.enter)
+        try:
+            with account as memory:
+                _train(setup, record, settled, memory, teacher)
+        except BaseException as error:
+            # A rank that fails alone closes nothing: its peers wait for it, and so would its teacher for them.
+            if world.size == 1 or isinstance(error, distributed.SHARED):
+                teacher.release()
+            raise
+
+
+def _replanned(config: TrainConfig, world: World) -> TrainConfig:
+    """With the placement that `wandistill launch` changed after memory had run out; all nodes read the same one."""
+    if config.on_oom != "replan":
+        return config
+    asked = {name: getattr(config, name) for name in REPLANNED}
+    changes = world.broadcast(replanned(Path(config.output_dir), asked) if world.is_main else None)
+    return from_mapping({**dataclasses.asdict(config), **changes})
 
 
 def resolve(config: TrainConfig, world: World) -> Setup:
@@ -180,6 +199,7 @@ def _ineffective(config: TrainConfig, folder: WanFolder, world: World) -> list[s
         (config.ema_device != "gpu" and config.ema_decay == 0, "--ema_device: --ema_decay is 0, there is no average"),
         (config.student_parallel == "fsdp" and world.size == 1, "--student_parallel fsdp: one rank shards nothing"),
         (bool(config.sample_prompts) and not config.save_samples, "--sample_prompts: --no_save_samples draws none"),
+        (config.on_oom == "replan" and records.folder() is None, "--on_oom replan: only wandistill launch starts anew"),
         (len(folder.experts) == 1 and config.init in ("average", "high"), f"--init {config.init}: there is one expert"),
     ]
     return [f"{text}; it has no effect here." for applies, text in found if applies]
@@ -203,14 +223,13 @@ def set_precision(setup: Setup) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _train(setup: Setup, record: RunRecord, settled: Settled, memory: MemoryAccount) -> None:
+def _train(setup: Setup, record: RunRecord, settled: Settled, memory: MemoryAccount, teacher: PlacedTeacher) -> None:
     config, folder, spec, world = setup.config, setup.folder, setup.spec, setup.world
     root = setup.output_dir / "checkpoints"
     found, notes = _on_main(world, lambda: checkpoint.choose(root, config.resume))
     for note in notes:
         _log.warning(note)
 
-    teacher = PlacedTeacher(placement.Setting(config, folder, setup.dtype, world))
     with memory.phase(CACHES):
         data = prepare_data(config, folder, teacher.get, world, settled.prompt_cost())
     objective = build_objective(config.objective, config.feature_weight, spec.blocks)
@@ -238,6 +257,7 @@ def _train(setup: Setup, record: RunRecord, settled: Settled, memory: MemoryAcco
         first = trainer["step"]
         _log.info(f"continuing from {found}")
     if world.is_main:
+        sections["replans"] = replans(setup.output_dir)
         record.begin(config, world.size, **_sections(setup, trained, total_steps, len(data)), **sections)
     asked = teacher.get() if config.targets == "online" and first < total_steps else None
     _run_loop(setup, trained, asked, data, sampler, objective, first, total_steps, record, memory)

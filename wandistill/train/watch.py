@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -20,12 +20,14 @@ import torch
 import torch.distributed as dist
 
 from wandistill.errors import ExitCode, PeerLost
+from wandistill.launch import records
 
 _log = logging.getLogger(__name__)
 
 _STORE_KEY = "wandistill/lost_rank"
 _NAMING_SECONDS = 5.0
 _FOREVER = timedelta(days=365)
+_DISTRIBUTED = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
 
 
 class PeerWatch:
@@ -40,6 +42,8 @@ class PeerWatch:
 
     def __init__(self, grace_seconds: float = 20.0) -> None:
         self._grace = grace_seconds
+        # Told of the lost rank before the grace begins.
+        self.on_lost: Callable[[int | None], None] = lambda rank: None
         self._closed = threading.Event()
         self._group: dist.ProcessGroup | None = None
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -58,9 +62,11 @@ class PeerWatch:
         except RuntimeError:
             if self._closed.is_set():
                 return
-            lost = _name_lost(self._next)
+            lost = _error(_name_lost(self._next))
+            self.on_lost(lost.rank)
             if not self._closed.wait(self._grace):
-                _log.error(f"error: {_message(lost)}")
+                _log.error(f"error: {lost}")
+                records.leave(ExitCode.PEER_LOST, str(lost))
                 logging.shutdown()
                 os._exit(ExitCode.PEER_LOST)
 
@@ -78,26 +84,35 @@ class PeerWatch:
                 dist.send(torch.ones(1, dtype=torch.uint8), dst=self._previous, group=self._group)
 
 
-def lost_peer() -> PeerLost | None:
-    """The error that names the lost rank, if the watch noticed one by now or within a few seconds."""
-    rank = _lost_rank() if dist.is_initialized() else None
-    return None if rank is None else PeerLost(_message(rank))
-
-
 @contextmanager
 def peer_errors() -> Iterator[None]:
     """Turns the errors that torch.distributed raises when a connection breaks into `PeerLost`."""
     try:
         yield
     except RuntimeError as error:
-        raise PeerLost(_message(_lost_rank())) from error
+        raise _error(_lost_rank()) from error
 
 
-def _message(rank: int | None) -> str:
+def peer_lost(error: BaseException) -> PeerLost | None:
+    """The error to raise in place of `error`, if that is how torch.distributed says that a connection broke."""
+    if not isinstance(error, RuntimeError) or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    text = str(error)
+    # gloo's errors have no type of their own, and name the file that raised them; backward wraps them.
+    if not isinstance(error, dist.DistError) and not any(word in text for word in _DISTRIBUTED):
+        return None
+    # NCCL's word for a call that can never work, such as two ranks on one GPU.
+    if "ncclInvalidUsage" in text:
+        return None
+    return _error(_lost_rank())
+
+
+def _error(rank: int | None) -> PeerLost:
     who = "another rank" if rank is None else f"rank {rank}"
-    return (
+    return PeerLost(
         f"{who} is gone in the middle of the run, or the network to it; this rank cannot go on. See that rank's log "
-        "for the reason; the same command goes on from the last checkpoint."
+        "for the reason; the same command goes on from the last checkpoint.",
+        rank,
     )
 
 

@@ -74,5 +74,10 @@ def test_nodes_that_never_met_are_tried_again_and_one_node_is_not():
     assert ending_of(evidence(nodes=1)).code is ExitCode.UNEXPECTED
 
 
+def test_a_crash_of_a_rank_that_is_done_is_none_unless_it_took_another_with_it():
+    assert ending_of(evidence({0: 0, 1: 0}, {1: -6})).code is ExitCode.DONE
+    assert ending_of(evidence({1: 0}, {1: -6, 0: -15})).code is ExitCode.UNEXPECTED
+
+
 def test_all_done_is_0():
     assert ending_of(Evidence(0, {}, {})) == Ending(ExitCode.DONE, "done")

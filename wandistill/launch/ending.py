@@ -55,8 +55,9 @@ _STOPPING = {signal.SIGTERM: ExitCode.TERMINATED, signal.SIGINT: ExitCode.INTERR
 
 def ending_of(evidence: Evidence) -> Ending:
     """How the try ended."""
-    if evidence.torchrun == 0:
-        return Ending(ExitCode.DONE, "done")
+    done = {rank for rank, record in evidence.exits.items() if record.code == ExitCode.DONE}
+    if evidence.torchrun == 0 or (evidence.failures and set(evidence.failures) <= done):
+        return Ending(ExitCode.DONE, "done")  # also where a rank crashed after it was
     if evidence.stopped_at_limit:
         return Ending(ExitCode.OUT_OF_MEMORY, Shortage.STOPPED.value, None, Shortage.STOPPED)
     if evidence.torchrun == -signal.SIGKILL and evidence.oom_kills:

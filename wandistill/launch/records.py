@@ -6,13 +6,15 @@ The launcher names a folder of its own in the environment; without one nothing i
 from __future__ import annotations
 
 import json
+import logging
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 FOLDER = "WANDISTILL_LAUNCH_DIR"
 COMMAND = "WANDISTILL_LAUNCH_COMMAND"  # what stands before the flags of `wandistill train`, as one text
@@ -49,6 +51,15 @@ def register() -> None:
 def leave(code: int, message: str = "") -> None:
     """Leaves the record of this rank's end; the first one stands, since what follows comes of it."""
     write(f"exit-{_rank()}.json", asdict(ExitRecord(_rank(), int(code), message)), replace=False)
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends this process past the interpreter's own end, where C++ aborts if a thread comes back from it meanwhile: the
+    one that waits for a peer's farewell does when that peer ends too."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def leave_failures(codes: Mapping[int, tuple[int, float]]) -> None:

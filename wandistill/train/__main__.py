@@ -6,4 +6,4 @@ from wandistill.cli import main
 from wandistill.launch import records
 
 records.register()
-sys.exit(main(["train", *sys.argv[1:]]))
+records.end_process(main(["train", *sys.argv[1:]]))

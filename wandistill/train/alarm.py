@@ -57,11 +57,13 @@ class Alarm:
         if world.size > 1:
             # A connection of its own: a call that waits on another blocks all that share it.
             self._store = dist.distributed_c10d._get_default_store().clone()
-        threading.Thread(target=self._run, name="memory-alarm", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="memory-alarm", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Ends the watch."""
         self._closed.set()
+        self._thread.join(_ANSWERS)
 
     def plan(self, question: Question) -> None:
         """Notes what was planned, for reports; weights are loaded next."""
@@ -190,9 +192,7 @@ def _wait(seconds: float, done: Callable[[], bool]) -> bool:
 
 def _leave(message: str) -> NoReturn:
     records.leave(ExitCode.OUT_OF_MEMORY, message)
-    logging.shutdown()
-    sys.stdout.flush()
-    os._exit(ExitCode.OUT_OF_MEMORY)
+    records.end_process(ExitCode.OUT_OF_MEMORY)
 
 
 def _started() -> tuple[list[str], list[str]]:

@@ -9,7 +9,6 @@ writes its name into the job's store, so that the ranks which fall one after the
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -67,8 +66,7 @@ class PeerWatch:
             if not self._closed.wait(self._grace):
                 _log.error(f"error: {lost}")
                 records.leave(ExitCode.PEER_LOST, str(lost))
-                logging.shutdown()
-                os._exit(ExitCode.PEER_LOST)
+                records.end_process(ExitCode.PEER_LOST)
 
     def close(self, *, orderly: bool = True) -> None:
         """Ends the watch; waits for nobody. To be called before the process groups are destroyed.

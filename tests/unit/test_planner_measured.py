@@ -25,6 +25,7 @@ from wandistill.planner.measured import (
     measured_machines,
     measured_rates,
 )
+from wandistill.planner.memory import NCCL_COMMUNICATOR
 from wandistill.planner.outcome import RankUse, profile, side_by_side
 from wandistill.planner.placements import Placement
 from wandistill.planner.request import Machines, PlanRequest
@@ -152,6 +153,21 @@ def test_the_context_is_what_the_gpu_holds_beside_torch() -> None:
         term.name: term.size for term in decide(ask([rank(card())], gradient_checkpointing=True)).row.ranks[0].terms
     }
     assert peak["cuda context"] == machines.context and "nccl buffers" not in peak
+    # Of several ranks the job's communicator is in it; that of a placement comes later.
+    settings = {"gradient_checkpointing": True, "student_config": "1b"}
+    rows = decide(ask([rank(card(total=80 * GIB, free=79 * GIB))] * 2, **settings)).plan
+    later = {
+        placement: sum(term.size for term in rows.row(placement).ranks[0].terms if term.name == "nccl buffers")
+        for placement in (Placement.STREAM, Placement.SHARDED)
+    }
+    assert later == {Placement.STREAM: 0, Placement.SHARDED: NCCL_COMMUNICATOR}
+
+
+def test_a_resident_teacher_passes_the_host_s_memory_tensor_by_tensor() -> None:
+    planned = decide(ask([rank(card(total=180 * GIB, free=179 * GIB))])).row
+    assert planned.placement is Placement.GPU and planned.node is not None
+    loading = {term.name: term.size for term in planned.node.host.phases["loading"]}
+    assert loading["tensor as loaded"] == 4 * 5120 * 6 * 5120
 
 
 def test_the_rank_and_the_node_with_the_least_count() -> None:

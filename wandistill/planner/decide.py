@@ -125,13 +125,13 @@ def _faster_ones(decision: Decision) -> list[str]:
 def _told(advice: Advice) -> str:
     names_it = any(change.kind == "--teacher_device_strategy" for change in advice.changes)
     then = "" if names_it else f" (then {advice.row.placement.value} fits)"
-    return " ".join(_change(change) for change in advice.changes) + then
+    machines = [change.why for change in advice.changes if change.machines]
+    flags = " ".join(_flags(change) for change in advice.changes if not change.machines)
+    return " and ".join(part for part in (*machines, flags) if part) + then
 
 
-def _change(change: Change) -> str:
-    """A change as a flag of `wandistill train`, or in words where it is of the machines."""
-    if change.machines:
-        return change.why
+def _flags(change: Change) -> str:
+    """A change as a flag of `wandistill train`."""
     return change.flags.replace("--student ", "--student_config ")
 
 

@@ -127,8 +127,9 @@ def _base(request: PlanRequest, placement: Placement) -> list[Term]:
             f"{_WORKSPACE_THREADS} threads x {format_bytes(workspace)}",
         ),
     ]
-    if request.machines.world > 1 and not measured:
-        groups = 2 if SPECS[placement].side_stream or placement is Placement.SHARDED else 1
+    if request.machines.world > 1:
+        # The job's own communicator is there when the probe measures.
+        groups = (1 if SPECS[placement].side_stream or placement is Placement.SHARDED else 0) + (not measured)
         formula = f"{groups} communicators x {format_bytes(NCCL_COMMUNICATOR)}"
         terms.append(Term("nccl buffers", groups * NCCL_COMMUNICATOR, formula, allocated=False))
     return terms
@@ -227,7 +228,7 @@ def _on_cores(request: PlanRequest, rows: int, requests: int) -> list[Term]:
 
 
 def _loading(request: PlanRequest, placement: Placement, student: StudentMemory) -> list[Term]:
-    """The student is built in float32 on the CPU of rank 0; a resident expert passes the memory of each rank."""
+    """The student is built in float32 on the CPU of rank 0; a resident teacher passes the memory of each rank."""
     terms = (
         []
         if not request.trains
@@ -241,8 +242,9 @@ def _loading(request: PlanRequest, placement: Placement, student: StudentMemory)
     )
     own = records(request, placement)
     if placement is Placement.GPU and not own.wide and request.on_gpu:
-        ranks = request.machines.ranks
-        terms.append(Term("expert as loaded", ranks * own.total, f"{ranks} ranks x {format_bytes(own.total)}"))
+        ranks, each = request.machines.ranks, 4 * own.largest
+        formula = f"{ranks} ranks x {format_bytes(each)}, one tensor at a time; the files are mapped"
+        terms.append(Term("tensor as loaded", ranks * each, formula))
     return terms
 
 

@@ -28,6 +28,7 @@ class TeacherBytes:
     embedding: int  # of which before the blocks
     head: int  # and after them
     float32: int  # of all of it: what stays float32
+    largest: int  # elements of the largest tensor
     layers: int
 
     @property
@@ -57,6 +58,7 @@ def teacher_bytes(architecture: WanArchitecture, dtype: str, compute: int) -> Te
         head=_record(_sizes(head, compute, False)),
         float32=4 * sum(t.numel for t in outer if t.float32)
         + architecture.num_layers * 4 * sum(t.numel for t in block if t.float32),
+        largest=max(tensor.numel for tensor in (*block, *outer)),
         layers=architecture.num_layers,
     )
 

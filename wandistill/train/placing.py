@@ -26,7 +26,7 @@ from wandistill.planner.request import PlanRequest
 from wandistill.planner.timing import PrepareCost, prepare_cost
 from wandistill.student_config import StudentSpec
 from wandistill.train.distributed import World
-from wandistill.train.probe import probe_blocks, probe_machine
+from wandistill.train.probe import probe_blocks, probe_machine, with_context
 from wandistill.units import format_bytes
 
 _log = logging.getLogger(__name__)
@@ -77,10 +77,13 @@ def settle(config: TrainConfig, folder: WanFolder, spec: StudentSpec, world: Wor
         ConfigError: the ranks were started with different settings.
     """
     began = time.perf_counter()
-    probes = world.gather(probe_machine(world, folder.path, Path(config.output_dir)))
+    own = probe_machine(world, folder.path, Path(config.output_dir))
     model = dataclasses.replace(model_from_folder(folder.path), name=config.teacher_path, title=config.teacher_path)
-    request = request_of_config(config, model, spec, measured_machines(probes), trains=trains)
+    machines = measured_machines(world.gather(own))
+    request = request_of_config(config, model, spec, machines, trains=trains)
     blocks = world.gather(probe_blocks(request, folder.transformer_config, world))
+    probes = world.gather(with_context(own, world.device))
+    request = request.change(machines=measured_machines(probes))
     seconds = time.perf_counter() - began
     rates = measured_rates(request.machines, probes, blocks)
     outcome = world.broadcast(_decide(request, rates, config.force) if world.is_main else None)

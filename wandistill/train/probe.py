@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,6 +86,13 @@ def probe_blocks(request: PlanRequest, transformer_config: Mapping[str, Any], wo
     return BlockProbes(own, _block(student, transformer_config, world.device, fp16=request.mixed_precision == "fp16"))
 
 
+def with_context(found: RankProbe, device: torch.device) -> RankProbe:
+    """`found` with the GPU's memory as it is now, after `probe_blocks`: kernels take memory once they are loaded."""
+    if found.gpu is None or device.type != "cuda":
+        return found
+    return replace(found, gpu=replace(found.gpu, **_memory(device)))
+
+
 def _gpu(world: World) -> GpuProbe:
     device = world.device
     others = [rank for rank in range(world.local_size) if rank != world.local_rank]
@@ -96,18 +104,19 @@ def _gpu(world: World) -> GpuProbe:
         "memory": _unless_full(lambda: _copy_rate(device)),
     }
     _forget(device)
-    # Last, so that the context holds what kernels and communicators have taken.
-    free, total = torch.cuda.mem_get_info(device)
     return GpuProbe(
         name=torch.cuda.get_device_name(device),
         capability=torch.cuda.get_device_capability(device),
-        total=total,
-        free=free,
-        reserved=torch.cuda.memory_reserved(device),
         alone=_alone(device),
+        **_memory(device),
         peer_access=all(torch.cuda.can_device_access_peer(device, other) for other in others),
         **rates,
     )
+
+
+def _memory(device: torch.device) -> dict[str, int]:
+    free, total = torch.cuda.mem_get_info(device)
+    return {"total": total, "free": free, "reserved": torch.cuda.memory_reserved(device)}
 
 
 def _unless_full(measure: Callable[[], T]) -> T | None:

@@ -132,7 +132,9 @@ def test_a_full_disk_keeps_the_former_checkpoint(train, shared, tmp_path, capsys
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "tmpfs", small], capture_output=True).returncode:
         pytest.skip("this container may not mount a file system")
     try:
-        assert train(output_dir=small / "out", checkpoint_interval=1) == ExitCode.TRAINING_FAILED
+        assert train(output_dir=small / "out", checkpoint_interval=1) == ExitCode.BAD_CONFIG
+        assert "the disk lacks" in capsys.readouterr().err
+        assert train("--force", output_dir=small / "out", checkpoint_interval=1) == ExitCode.TRAINING_FAILED
         message = capsys.readouterr().err
         assert "step-2" in message and "bytes free" in message and "Traceback" not in message
         checkpoints = small / "out" / "checkpoints"

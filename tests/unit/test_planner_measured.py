@@ -250,6 +250,17 @@ def test_a_device_map_is_read_only_for_those_who_take_it(tmp_path: Path) -> None
         ask([rank(card())], teacher_device_strategy="custom", teacher_device_map=missing)
 
 
+def test_the_disk_holds_the_checkpoints_that_are_kept_and_the_one_being_written_or_all_of_a_short_run() -> None:
+    def disk(**settings: int) -> float:
+        node = decide(ask([rank(card())], gradient_checkpointing=True, **settings)).row.node
+        assert node is not None
+        return node.disk
+
+    one = disk(max_steps=5, checkpoint_interval=5)
+    assert one > 11e9 and disk(max_steps=10, checkpoint_interval=5) == 2 * one
+    assert disk(max_steps=1000, checkpoint_interval=5) == 3 * one and disk(keep_checkpoints=4) == 5 * one
+
+
 def test_plan_and_measurement_stand_side_by_side_for_every_rank_and_node() -> None:
     probes = [rank(card(), node=node) for node in (0, 0, 1, 1)]
     decision = decide(ask(probes, gradient_checkpointing=True))

@@ -49,6 +49,7 @@ def request_of_config(
         embeddings=config.embeddings,
         targets=config.targets,
         save_samples=config.save_samples,
+        checkpoints=min(config.keep_checkpoints + 1, _written(config)),
         resident_blocks=config.resident_blocks,
         disk_buffer=parse_bytes(config.disk_buffer) if config.disk_buffer else None,
         share_dir=bool(config.share_dir),
@@ -60,3 +61,8 @@ def request_of_config(
         memory_margin=config.memory_margin,
         trains=trains,
     )
+
+
+def _written(config: TrainConfig) -> int:
+    """Checkpoints that the run writes in all, as far as its length is known."""
+    return -(-config.max_steps // config.checkpoint_interval) if config.max_steps else config.keep_checkpoints + 1

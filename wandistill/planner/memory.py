@@ -219,7 +219,9 @@ def node_memory(
     kept = student.bytes.weights + student.bytes.moments
     kept += student.bytes.average if request.ema_device != "none" else 0
     kept *= machines.world if request.sharded_student else 1
-    return NodeMemory(Phases(phases), 0 if request.share_dir else copied, 3 * kept if request.trains else 0)
+    return NodeMemory(
+        Phases(phases), 0 if request.share_dir else copied, request.checkpoints * kept if request.trains else 0
+    )
 
 
 def _on_cores(request: PlanRequest, rows: int, requests: int) -> list[Term]:

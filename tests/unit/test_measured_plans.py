@@ -91,7 +91,7 @@ def made_up_row() -> dict[str, Any]:
     from wandistill.planner.measured import GpuProbe
 
     gpu = GpuProbe("NVIDIA H100 80GB HBM3", (9, 0), 79 * GIB, 78 * GIB, 0, True, True, 55e9, 360e9, 6e14, 3e14, 3e12)
-    probe = RankProbe(0, gpu, 200 * GIB, GIB, 16, 8e11, 8e11, 64 * GIB, 60 * GIB, 10**12, 4e9)
+    probe = RankProbe(0, gpu, 200 * GIB, None, GIB, 16, 8e11, 8e11, 64 * GIB, 60 * GIB, 10**12, 4e9)
     model = find_model("wan2.1-t2v-14b")
     config = {"teacher_path": "x", "student_config": "1b", "resolution": "832x480", "teacher_dtype": "bfloat16"}
     config |= {"teacher_device_strategy": "gpu", "batch_size": 1, "gradient_checkpointing": True}

@@ -60,6 +60,7 @@ def rank(gpu: GpuProbe | None = None, **values: Any) -> RankProbe:
     measured = {
         "node": 0,
         "host_available": 120 * GIB,
+        "host_limit": 128 * GIB,
         "host_own": GIB // 2,
         "cores": 16,
         "core_float32": 4e11,

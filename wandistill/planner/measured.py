@@ -109,6 +109,7 @@ class RankProbe:
     node: int
     gpu: GpuProbe | None
     host_available: int  # of the node, or what its cgroups leave if that is less
+    host_limit: int | None  # of the tightest cgroup; None: there is none
     host_own: int  # that this process has taken
     cores: int  # that this process may use
     core_float32: float  # operations of all threads of the rank

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
+from wandistill.launch.cgroup import MemoryCgroup
 from wandistill.models.forward import BlockState, run_block
 from wandistill.models.weights import empty_transformer
 from wandistill.planner.activations import Pass
@@ -56,11 +57,14 @@ def probe_machine(world: World, teacher: Path, output_dir: Path) -> RankProbe:
     """
     gpu = _gpu(world) if world.device.type == "cuda" else None
     world.barrier()
+    cgroup = MemoryCgroup.own()
+    limit = cgroup.tightest() if cgroup else None
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     return RankProbe(
         node=world.rank // world.local_size,
         gpu=gpu,
         host_available=available_bytes(),
+        host_limit=limit.limit if limit else None,
         host_own=host_memory().private,
         cores=len(os.sched_getaffinity(0)),
         core_float32=_product(_CPU_MATRIX, torch.float32, _CPU),
@@ -90,7 +94,8 @@ def with_context(found: RankProbe, device: torch.device) -> RankProbe:
     """`found` with the GPU's memory as it is now, after `probe_blocks`: kernels take memory once they are loaded."""
     if found.gpu is None or device.type != "cuda":
         return found
-    return replace(found, gpu=replace(found.gpu, **_memory(device)))
+    total, free, reserved = _memory(device)
+    return replace(found, gpu=replace(found.gpu, total=total, free=free, reserved=reserved))
 
 
 def _gpu(world: World) -> GpuProbe:
@@ -104,19 +109,23 @@ def _gpu(world: World) -> GpuProbe:
         "memory": _unless_full(lambda: _copy_rate(device)),
     }
     _forget(device)
+    total, free, reserved = _memory(device)
     return GpuProbe(
         name=torch.cuda.get_device_name(device),
         capability=torch.cuda.get_device_capability(device),
         alone=_alone(device),
-        **_memory(device),
+        total=total,
+        free=free,
+        reserved=reserved,
         peer_access=all(torch.cuda.can_device_access_peer(device, other) for other in others),
         **rates,
     )
 
 
-def _memory(device: torch.device) -> dict[str, int]:
+def _memory(device: torch.device) -> tuple[int, int, int]:
+    """Bytes of the GPU, free, and reserved by this process."""
     free, total = torch.cuda.mem_get_info(device)
-    return {"total": total, "free": free, "reserved": torch.cuda.memory_reserved(device)}
+    return total, free, torch.cuda.memory_reserved(device)
 
 
 def _unless_full(measure: Callable[[], T]) -> T | None:

@@ -21,13 +21,12 @@ from wandistill.demo.captions import training_prompts
 pytestmark = pytest.mark.slow
 
 MEMORY = Path("/sys/fs/cgroup/memory")
-# Takes memory beside the ranks until the kernel kills one of them, and then no more; the kernel leaves it alone.
+# Takes memory beside the ranks until the kernel kills one of them, and then no more.
 NEIGHBOUR = """
 import os, sys, time
 from pathlib import Path
 folder = Path(sys.argv[1])
 (folder / "cgroup.procs").write_text(str(os.getpid()))
-Path("/proc/self/oom_score_adj").write_text("-1000")
 kills = lambda: int((folder / "memory.oom_control").read_text().split()[-1])
 taken, before = [], kills()
 while kills() == before:
@@ -140,6 +139,9 @@ def test_a_rank_killed_by_the_kernel_at_the_limit_is_named_and_replanning_finish
     def killed(output: Path, log: Path, *more: str) -> tuple[subprocess.Popen[bytes], subprocess.Popen[str], float]:
         run = launch(["--nproc", "4"], {**settings, "output_dir": output, **dict([more] if more else [])}, log, inside)
         wait_for_steps(output, 3, run)
+        for pid in below(run.pid):
+            if b"wandistill.train.agent" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                Path(f"/proc/{pid}/oom_score_adj").write_text("500")  # before the neighbour, the launcher and torchrun
         neighbour = subprocess.Popen([sys.executable, "-c", NEIGHBOUR, str(limited)], stdout=subprocess.PIPE, text=True)
         assert neighbour.stdout is not None and neighbour.stdout.readline() == "killed\n"
         return run, neighbour, time.monotonic()

@@ -42,18 +42,33 @@ demo-others: setup ## after the demo: a quarter-size student in the same time, a
 test-demo: setup ## the tests that read the outputs of `make demo demo-others`
 	$(RUN) -m pytest -m demo
 
-generate: setup ## renew what is made from the code: the README's file tree
+test-metrics: setup .tools/prometheus ## promtool on rules and alerts, a real Prometheus on every panel
+	$(RUN) -m pytest tests/metrics/promtool_checks.py tests/metrics/prometheus_checks.py
+
+generate: setup ## renew what is made from the code: the README's file tree and metrics, the dashboards
+	$(RUN) -m wandistill.metrics.dashboards helm/wandistill/dashboards
+	$(RUN) -m tests.readme_metrics --write
 	$(RUN) -m tests.readme_tree --write
 
 bench: setup ## the trainer's overhead over bare forward and backward, on the CPU
 	$(RUN) -m tests.bench_overhead
 
+bench-metrics: setup ## what snapshots and scrapes cost, and that they leak nothing
+	$(RUN) -m tests.bench_metrics
+
 clean: ## remove everything that was made here
-	rm -rf $(VENV) .uv outputs dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .uv .tools outputs dist .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.installed: pyproject.toml uv.lock
 	@command -v $(UV) >/dev/null || { $(PYTHON) -m venv .uv && .uv/bin/python -m pip install --quiet uv; }
 	$(UV) sync --frozen --all-extras --python $(PYTHON)
 	@touch $@
 
-.PHONY: help setup demo demo-others lint test test-slow test-demo generate bench clean
+# Debian's package has both; it is unpacked here, not installed.
+.tools/prometheus:
+	@mkdir -p .tools/unpacked
+	cd .tools && apt-get -qq update && apt-get -qq download prometheus && dpkg-deb -x prometheus_*.deb unpacked
+	mv .tools/unpacked/usr/bin/promtool .tools/unpacked/usr/bin/prometheus .tools && rm -r .tools/unpacked .tools/*.deb
+	@touch $@
+
+.PHONY: help setup demo demo-others lint test test-slow test-demo test-metrics generate bench bench-metrics clean

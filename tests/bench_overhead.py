@@ -61,7 +61,8 @@ def main() -> None:
             sampler,
             build_objective("velocity", 0, setup.spec.blocks),
             total_steps=1000,
-            on_step=lambda step, figures: None,
+            on_step=lambda step, figures, expert: None,
+            on_nonfinite=lambda: None,
             is_pause=lambda step: False,
             on_pause=lambda step, last: None,
         )

@@ -37,6 +37,9 @@ COMMANDS = {
     "launch": Command(
         "wandistill.launch.command", "run the ranks of a node with a launcher that watches over them", needs_torch=False
     ),
+    "exporter": Command(
+        "wandistill.metrics.exporter.command", "count a cluster's failures and out-of-memory kills", needs_torch=False
+    ),
     "plan": Command("wandistill.planner.command", "say which placements fit, before anything loads", needs_torch=False),
     "render": Command("wandistill.kube.render_command", "print the Kubernetes objects of a values file", False),
     "submit": Command("wandistill.kube.submit_command", "make the objects of a values file in a cluster", False),

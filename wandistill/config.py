@@ -241,6 +241,9 @@ class TrainConfig:
     report_to: str = _option(
         "none", "tracker beside metrics.jsonl", "output", choices=("none", "tensorboard", "wandb"), identity=False
     )
+    metrics_port: int = _option(
+        0, "port of this node's Prometheus metrics; 0: none are served", "output", identity=False
+    )
 
     @property
     def cache_path(self) -> Path:
@@ -458,5 +461,7 @@ def _check_ranges(config: TrainConfig) -> None:
         )
     if not 0 <= config.ema_decay < 1:
         raise ConfigError(f"--ema_decay {config.ema_decay}: must be at least 0 and below 1, such as 0.999.")
+    if not 0 <= config.metrics_port < 1 << 16:
+        raise ConfigError(f"--metrics_port {config.metrics_port}: must be a port, 1 to 65535, or 0 for none.")
     if config.resolution:
         parse_resolution(config.resolution)

@@ -223,7 +223,8 @@ def train(setting: Setting, teacher: Teacher) -> list[float]:
         sampler,
         objective,
         total_steps=STEPS,
-        on_step=lambda step, figures: found.append(figures["loss"]),
+        on_step=lambda step, figures, expert: found.append(figures["loss"]),
+        on_nonfinite=lambda: None,
         is_pause=lambda step: step == STEPS,
         on_pause=lambda step, last: None,
     )

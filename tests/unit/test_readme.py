@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from readme_metrics import renewed as renewed_metrics  # noqa: E402
 from readme_tree import renewed  # noqa: E402
 
 from wandistill.cli import COMMANDS  # noqa: E402
@@ -17,6 +18,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_the_file_tree_is_that_of_the_modules():
     assert renewed(README) == README, "run `make generate`"
+
+
+def test_the_table_of_metrics_is_that_of_the_code():
+    assert renewed_metrics(README) == README, "run `make generate`"
 
 
 def test_every_command_and_every_flag_in_it_exists():
@@ -35,7 +40,7 @@ def test_every_command_and_every_flag_in_it_exists():
     }
     launch = {"nproc", "nnodes", "node_rank", "master_addr", "master_port"}
     used = set(re.findall(r"(?<![\w-])--([a-z_0-9]+)", README))
-    commands_own = {"format", "model", "student", "gpu", "gpus", "host_memory", "name", "wait"}
+    commands_own = {"format", "model", "student", "gpu", "gpus", "host_memory", "name", "wait", "cluster_wide"}
     known |= launch | commands_own
     assert used <= known, used - known
 

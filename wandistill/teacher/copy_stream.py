@@ -16,6 +16,12 @@ class Mark(Protocol):
         ...
 
 
+class Copied:
+    """Counts the bytes that all copy streams of this process copied."""
+
+    size = 0
+
+
 class CopyStream:
     """Copies to `device` that run beside its compute.
 
@@ -38,6 +44,7 @@ class CopyStream:
 
         Both tensors must outlive that point: torch's allocator does not know of it.
         """
+        Copied.size += source.nbytes
         if self._stream is None:
             target.copy_(source)
             return None

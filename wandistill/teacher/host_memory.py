@@ -28,6 +28,15 @@ def available_bytes() -> int:
     return max(min([fields["MemAvailable"], *rooms]), 0)
 
 
+# What `pin` registered, by address, in bytes.
+_registered: dict[int, int] = {}
+
+
+def pinned_bytes() -> int:
+    """Host memory that this process has registered with its GPU."""
+    return sum(_registered.values())
+
+
 class HostBuffers:
     """`count` buffers of `size` bytes of this process's own memory, pinned for `device` if that is a GPU and it can be.
 
@@ -65,6 +74,7 @@ def pin(memory: Tensor, device: torch.device) -> bool:
                     runtime.cudaHostUnregister(registered)
                 _clear_cuda_error(device)
                 return False
+    _registered[memory.data_ptr()] = memory.numel()
     return True
 
 
@@ -74,6 +84,7 @@ def unpin(memory: Tensor, device: torch.device) -> None:
     with torch.cuda.device(device):
         for address, _ in _pieces(memory):
             runtime.cudaHostUnregister(address)
+    _registered.pop(memory.data_ptr(), None)
 
 
 def _pieces(memory: Tensor) -> list[tuple[int, int]]:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from wandistill.config import TrainConfig
 from wandistill.errors import Interrupted, Terminated, TrainingFailed, WandistillError
-from wandistill.teacher.base import Teacher, TeacherOutput
+from wandistill.metrics.names import PARTS
+from wandistill.teacher.base import Expert, Teacher, TeacherOutput
 from wandistill.train.batches import Batch, Sampler, Step
 from wandistill.train.distributed import World
 from wandistill.train.objectives import Objective
@@ -38,6 +39,7 @@ class StepFigures:
     """A step under way: figures on the device, read by `Loop._settle`."""
 
     step: int
+    work: Step
     lr: float
     row: Tensor
     norm: Tensor
@@ -72,7 +74,8 @@ class Loop:
 
     Args:
         teacher: the placed teacher, or None with cached targets.
-        on_step: told (step from 1, figures) after every optimizer step; only rank 0's figures are written.
+        on_step: told (step from 1, figures, the expert) after every optimizer step; only rank 0's figures are written.
+        on_nonfinite: told that a step's target or loss is not finite, before the error.
         phase: wraps the parts of a step by the planner's name for them.
         on_pause: called after each step with (steps done, last); saves and draws where it is time to. `last` is set
             at the end and when a signal stops the run.
@@ -88,14 +91,16 @@ class Loop:
         objective: Objective,
         *,
         total_steps: int,
-        on_step: Callable[[int, dict[str, float]], None],
+        on_step: Callable[[int, dict[str, float], Expert], None],
+        on_nonfinite: Callable[[], None],
         is_pause: Callable[[int], bool],
         on_pause: Callable[[int, bool], None],
         phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._config, self._world, self._student, self._teacher = config, world, student, teacher
         self._sampler, self._objective, self._total = sampler, objective, total_steps
-        self._on_step, self._is_pause, self._on_pause, self._phase = on_step, is_pause, on_pause, phase
+        self._on_step, self._on_nonfinite = on_step, on_nonfinite
+        self._is_pause, self._on_pause, self._phase = is_pause, on_pause, phase
         self._signals = StopSignals()
         self._ahead: tuple[Step, Sequence[object]] | None = None
         self._pending: StepFigures | None = None
@@ -145,9 +150,10 @@ class Loop:
                     # during the student's backward.
                     self._ahead = self._ask(step + 1, timer)
                 with timer.part("student"), self._phase("student"), student.accumulate(last=last):
-                    velocity, features = student(
-                        batch.x, batch.t, batch.prompt.positive, self._objective.student_blocks
-                    )
+                    with timer.part("forward"):
+                        velocity, features = student(
+                            batch.x, batch.t, batch.prompt.positive, self._objective.student_blocks
+                        )
                     losses = self._objective(velocity, features, target) * batch.weight
                     student.backward(losses.sum() * self._world.size / work.samples)
                 finite = torch.isfinite(target.velocity).flatten(1).all(1)
@@ -162,9 +168,10 @@ class Loop:
                 norm = student.step(step, config.max_grad_norm)
         if self._signals.received is not None:
             row[_SIGINT if self._signals.received == signal.SIGINT else _SIGTERM] = 1
-        if self._world.size > 1:
-            dist.all_reduce(row)
-        return StepFigures(step, lr, row, norm, timer, suspects)
+        with timer.part("collective"):
+            if self._world.size > 1:
+                dist.all_reduce(row)
+        return StepFigures(step, work, lr, row, norm, timer, suspects)
 
     def _ask(self, step: int, timer: StepTimer) -> tuple[Step, Sequence[object]]:
         """The work of a step and its tickets: all requests are made before the first answer is awaited."""
@@ -189,6 +196,7 @@ class Loop:
         """Reads a step's figures, tells them, and returns the error that a signal asks for."""
         row = figures.row.tolist()
         if row[_BAD_TARGETS] or row[_BAD_LOSSES] or not math.isfinite(row[_LOSS]):
+            self._on_nonfinite()
             self._fail(figures)
         seconds = figures.timer.seconds()
         self._on_step(
@@ -197,11 +205,10 @@ class Loop:
                 "loss": row[_LOSS],
                 "lr": figures.lr,
                 "grad_norm": figures.norm.item(),
-                "teacher_seconds": seconds["teacher"],
-                "student_seconds": seconds["student"],
-                "data_seconds": seconds.get("data", 0.0),
-                "step_seconds": seconds["step"],
+                "samples": figures.work.samples / self._world.size,
+                **{f"{part}_seconds": seconds.get(part, 0.0) for part in PARTS},
             },
+            figures.work.expert,
         )
         if row[_SIGINT]:
             return Interrupted("stopped by Ctrl-C; the state is saved, the same command goes on from there.")

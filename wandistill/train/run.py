@@ -6,6 +6,9 @@ import dataclasses
 import logging
 import math
 import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +26,9 @@ from wandistill.launch.state import replanned, replans
 from wandistill.models.export import export_student
 from wandistill.models.student import ProbeBatch, Student, build_student, choose_init, empty_student, importance_of
 from wandistill.models.wan import WanFolder, open_teacher
-from wandistill.planner.outcome import CACHES
+from wandistill.planner.outcome import CACHES, planned_rank
 from wandistill.student_config import StudentSpec, student_spec
-from wandistill.teacher.base import Request, Teacher
+from wandistill.teacher.base import Expert, Request, Teacher
 from wandistill.teacher.quantize import check_quantization, quantization_error
 from wandistill.train import checkpoint, distributed
 from wandistill.train.batches import Sampler
@@ -35,7 +38,8 @@ from wandistill.train.memory import MemoryAccount
 from wandistill.train.objectives import Objective, build_objective
 from wandistill.train.placing import Settled, settle
 from wandistill.train.progress import Progress
-from wandistill.train.record import MetricsLog, RunRecord, host_rss_bytes
+from wandistill.train.rank_snapshot import RankReporter, report_rank
+from wandistill.train.record import MetricsLog, RunRecord, host_rss_bytes, versions
 from wandistill.train.samples import SampleDrawer
 from wandistill.train.student import TrainedStudent
 from wandistill.train.trackers import Tracker
@@ -70,14 +74,16 @@ class Setup:
 class PlacedTeacher:
     """The teacher, loaded when it is first asked for: a run whose caches are full may need none."""
 
-    def __init__(self, setting: placement.Setting) -> None:
+    def __init__(self, setting: placement.Setting, reporter: RankReporter | None = None) -> None:
         self._setting = setting
+        self._during: Callable[[str], AbstractContextManager[Any]] = reporter.during if reporter else nullcontext
         self._teacher: Teacher | None = None
 
     def get(self) -> Teacher:
         """The teacher at its place; all ranks call this together."""
         if self._teacher is None:
-            self._teacher = placement.place(self._setting)
+            with self._during("load"):
+                self._teacher = placement.place(self._setting)
         return self._teacher
 
     def release(self) -> None:
@@ -101,22 +107,24 @@ def train(config: TrainConfig) -> None:
         if _on_main(world, lambda: record.open(config.resume)):
             _log.info(f"{setup.output_dir}: this run is finished; its student is in {setup.output_dir / 'student'}.")
             return
-        settled = settle(setup.config, setup.folder, setup.spec, world)
-        setup = dataclasses.replace(setup, config=settled.config)
-        alarm.plan(settled.question(setup.folder))
-        tell_notes(setup)
-        if world.is_main:
-            record.update(**settled.to_json())
-        teacher = PlacedTeacher(placement.Setting(setup.config, setup.folder, setup.dtype, world))
-        account = MemoryAccount(world, settled.decision, detailed=config.memory_profile, on_phase=alarm.enter)
-        try:
-            with account as memory:
-                _train(setup, record, settled, memory, teacher)
-        except BaseException as error:
-            # A rank that fails alone closes nothing: its peers wait for it, and so would its teacher for them.
-            if world.size == 1 or isinstance(error, distributed.SHARED):
-                teacher.release()
-            raise
+        with report_rank(setup.config, world) as reporter:
+            settled = settle(setup.config, setup.folder, setup.spec, world)
+            setup = dataclasses.replace(setup, config=settled.config)
+            alarm.plan(settled.question(setup.folder))
+            tell_notes(setup)
+            if world.is_main:
+                record.update(**settled.to_json())
+            _describe(setup, config.teacher_device_strategy, settled, reporter)
+            teacher = PlacedTeacher(placement.Setting(setup.config, setup.folder, setup.dtype, world), reporter)
+            account = MemoryAccount(world, settled.decision, detailed=config.memory_profile, on_phase=alarm.enter)
+            try:
+                with account as memory:
+                    _train(setup, record, settled, memory, teacher, reporter)
+            except BaseException as error:
+                # A rank that fails alone closes nothing: its peers wait for it, and so would its teacher for them.
+                if world.size == 1 or isinstance(error, distributed.SHARED):
+                    teacher.release()
+                raise
 
 
 def _replanned(config: TrainConfig, world: World) -> TrainConfig:
@@ -223,14 +231,41 @@ def set_precision(setup: Setup) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _train(setup: Setup, record: RunRecord, settled: Settled, memory: MemoryAccount, teacher: PlacedTeacher) -> None:
+def _describe(setup: Setup, asked: str, settled: Settled, reporter: RankReporter) -> None:
+    """Tells the metrics what this run is."""
+    config, found = setup.config, versions()
+    reporter.describe(
+        "wandistill_build_info", **{"version": found["wandistill"], "torch": found["torch"], "python": found["python"]}
+    )
+    reporter.describe(
+        "wandistill_config_info",
+        teacher=config.teacher_path,
+        student=config.student_config,
+        teacher_dtype=config.teacher_dtype,
+        resolution=config.resolution,
+        world_size=setup.world.size,
+    )
+    reporter.describe("wandistill_placement_info", asked=asked, resolved=config.teacher_device_strategy)
+    planned = planned_rank(settled.decision, setup.world.rank)
+    if planned is not None and setup.world.device.type == "cuda":
+        reporter.predict(planned)
+
+
+def _train(
+    setup: Setup,
+    record: RunRecord,
+    settled: Settled,
+    memory: MemoryAccount,
+    teacher: PlacedTeacher,
+    reporter: RankReporter,
+) -> None:
     config, folder, spec, world = setup.config, setup.folder, setup.spec, setup.world
     root = setup.output_dir / "checkpoints"
     found, notes = _on_main(world, lambda: checkpoint.choose(root, config.resume))
     for note in notes:
         _log.warning(note)
 
-    with memory.phase(CACHES):
+    with memory.phase(CACHES), reporter.during("prepare"):
         data = prepare_data(config, folder, teacher.get, world, settled.prompt_cost())
     objective = build_objective(config.objective, config.feature_weight, spec.blocks)
     total_samples, total_steps = _length(setup, len(data))
@@ -241,7 +276,8 @@ def _train(setup: Setup, record: RunRecord, settled: Settled, memory: MemoryAcco
     pairs = list(zip(objective.student_blocks, objective.teacher_blocks, strict=True))
     if found is None:
         sections |= _quantization(setup, teacher, sampler)
-        student, more = _first_student(setup, teacher, sampler, pairs)
+        with reporter.during("load"):
+            student, more = _first_student(setup, teacher, sampler, pairs)
         sections |= more
     else:
         student = empty_student(folder, spec, feature_pairs=pairs)
@@ -260,9 +296,11 @@ def _train(setup: Setup, record: RunRecord, settled: Settled, memory: MemoryAcco
         sections["replans"] = replans(setup.output_dir)
         record.begin(config, world.size, **_sections(setup, trained, total_steps, len(data)), **sections)
     asked = teacher.get() if config.targets == "online" and first < total_steps else None
-    _run_loop(setup, trained, asked, data, sampler, objective, first, total_steps, record, memory)
+    with reporter.during("train"):
+        _run_loop(setup, trained, asked, data, sampler, objective, first, total_steps, record, memory, reporter)
     teacher.release()
-    _finish(setup, record, trained, total_steps, data.sample_prompts[0])
+    with reporter.during("export"):
+        _finish(setup, record, trained, total_steps, data.sample_prompts[0])
 
 
 def _length(setup: Setup, items: int) -> tuple[int, int]:
@@ -361,6 +399,7 @@ def _run_loop(
     total: int,
     record: RunRecord,
     memory: MemoryAccount,
+    reporter: RankReporter,
 ) -> None:
     config, world = setup.config, setup.world
     root = setup.output_dir / "checkpoints"
@@ -370,7 +409,8 @@ def _run_loop(
     sample_interval = config.sample_interval or max(total // 4, 1)
     progress = Progress("training", total, start=first, enabled=world.is_main)
 
-    def on_step(step: int, figures: dict[str, float]) -> None:
+    def on_step(step: int, figures: dict[str, float], expert: Expert) -> None:
+        reporter.add_step(step, figures, expert)
         used = {"gpu_peak_bytes": memory.gpu_peak(), "host_rss_bytes": host_rss_bytes()}
         memory.step(figures["step_seconds"])
         if log is not None:
@@ -387,11 +427,18 @@ def _run_loop(
 
     def on_pause(step: int, stopped: bool) -> None:
         if drawer is not None and (step == total or step % sample_interval == 0):
-            with memory.phase("samples"):
+            with memory.phase("samples"), reporter.during("sample"):
                 drawer.draw(trained, step)
         if stopped or step == total or step % config.checkpoint_interval == 0:
-            checkpoint.save(root, step, trained.state(), trained.trainer_state(), world, config.keep_checkpoints)
+            began = time.monotonic()
+            with reporter.during("checkpoint"):
+                path = checkpoint.save(
+                    root, step, trained.state(), trained.trainer_state(), world, config.keep_checkpoints
+                )
+            if world.is_main:
+                reporter.add_checkpoint(path, time.monotonic() - began)
             memory.write(record, trained)
+        reporter.end_pause()
 
     loop = Loop(
         config,
@@ -402,12 +449,14 @@ def _run_loop(
         objective,
         total_steps=total,
         on_step=on_step,
+        on_nonfinite=reporter.add_nonfinite,
         is_pause=is_pause,
         on_pause=on_pause,
         phase=memory.phase,
     )
     try:
         with progress:
+            reporter.begin_steps(first, total, config.checkpoint_interval)
             loop.run(first)
     finally:
         tracker.close()

@@ -1,0 +1,1 @@
+"""Grafana dashboards as code; `make generate` writes them as JSON for the chart."""

@@ -17,6 +17,7 @@ from wandistill.launch import records, report, state
 from wandistill.launch.causes import Kind
 from wandistill.launch.ending import Ending, Shortage
 from wandistill.launch.memory import RankMemory, limit_bytes, resident_bytes
+from wandistill.launch.metrics import LauncherMetrics, last_figures
 from wandistill.launch.node import Node
 from wandistill.launch.question import Question
 from wandistill.launch.remedy import REPLANNED, replacement
@@ -55,10 +56,17 @@ class Launcher:
         self._file = state.StateFile(self._output, node.number)
         self._try = state.Try(0, time.time(), 0)
         self._noted = 0.0
+        self._metrics = LauncherMetrics(config, node.number)
         self._start = ["wandistill", "launch", *node.flags(), "--"]
 
     def run(self) -> int:
         """Runs the tries; returns the exit code."""
+        try:
+            return self._run()
+        finally:
+            self._metrics.close()
+
+    def _run(self) -> int:
         ending = self._killed_before()
         while ending is None:
             supervisor = self._begin()
@@ -67,6 +75,8 @@ class Launcher:
                 found = self._explain(supervisor, ending)
                 if found is not None:  # the others' records say only that they followed
                     ending = dataclasses.replace(ending, rank=found["rank"], message=found["message"])
+                kind, phase = (found["kind"], found["phase"] or "") if found is not None else ("", "")
+                self._metrics.end_try(ending, kind, phase)
                 self._file.write(self._try.end(ending.code, ending.message))
                 if found is not None and not supervisor.stopped and self._replan(found):
                     if self._node.nodes > 1:
@@ -123,7 +133,11 @@ class Launcher:
         return Supervisor(
             command,
             self._node,
-            {**os.environ, records.COMMAND: report.shown(self._start)},
+            {
+                **os.environ,
+                records.COMMAND: report.shown(self._start),
+                **self._metrics.begin_try(len(state.replans(self._output))),
+            },
             stop_share=self._config.host_memory_stop,
             on_tick=self._note,
         )
@@ -220,6 +234,7 @@ class Launcher:
         name = ending.code.name.lower()
         report.write_termination(
             {"schema": 1, "exit_code": int(ending.code), "reason": name, "rank": ending.rank, "message": ending.message}
+            | last_figures(self._output)
             | ({key: found[key] for key in ("kind", "phase", "term", "ranks", "plan", "advice")} if found else {})
         )
         if ending.code is not ExitCode.DONE:

@@ -51,6 +51,7 @@ DRAWN: dict[str, list[Any]] = {
     "teacher_dtype": ["bfloat16", "float32", "int8"],
 }
 ALONE, TOGETHER = ("gpu", "stream", "offload", "disk"), ("gpu0", "balanced", "sequential", "sharded")
+FAILED = 1  # torchrun's exit code where a rank's is another, such as that of DoesNotFit
 COMMON = {"max_steps": 8, "rollout_steps": 1, "warmup_steps": 1, "checkpoint_interval": 8, "guidance_scale": 4.0}
 TINY = {"num_layers": 4, "num_attention_heads": 2, "attention_head_dim": 32, "ffn_dim": 128, "text_dim": 32}
 
@@ -71,19 +72,28 @@ def main() -> None:
         predict(json.loads(args.predict.read_text()), args.predict.with_suffix(".plan.json"))
         return
     rows: list[dict[str, Any]] = yaml.safe_load(args.out.read_text()) or [] if args.out.exists() else []
-    for shape, ranks, settings, drawn in chosen(args.configs, args.gpus, tiny=args.tiny):
+    wanted = chosen(args.configs, args.gpus)
+    while wanted:
+        shape, ranks, settings, drawn = wanted.pop(0)
         print(f"{shape}, {ranks} ranks, {settings}", flush=True)
-        row = {"shape": shape, "ranks": ranks, "drawn": drawn, "settings": settings}
-        row |= {"planner": planner_version(), "predicted": None, "measured": None}
-        rows.append(row)
         config = prepared(args.work, shape, settings, tiny=args.tiny)
-        row["predicted"] = started(ranks, config, args.work, measure=False)
+        row = {"shape": shape, "ranks": ranks, "drawn": drawn, "settings": settings, "planner": planner_version()}
+        try:
+            row["predicted"] = started(ranks, config, args.work, measure=False)
+        except subprocess.CalledProcessError as error:
+            if error.returncode != FAILED or not drawn:
+                raise
+            print("it does not fit here; another is drawn", flush=True)
+            wanted.append((*draw(random.SystemRandom(), args.gpus), True))
+            continue
+        row["measured"] = None
+        rows.append(row)
         save(args.out, rows)  # before the run starts
         row["measured"] = started(ranks, config, args.work, measure=True)
         save(args.out, rows)
 
 
-def chosen(count: int, gpus: int, *, tiny: bool) -> list[tuple[str, int, dict[str, Any], bool]]:
+def chosen(count: int, gpus: int) -> list[tuple[str, int, dict[str, Any], bool]]:
     """Shape, ranks, settings, and whether they were drawn."""
     drawn = math.ceil(count / 3)
     fixed = [entry for entry in FIXED if entry[1] <= gpus][: count - drawn]
@@ -95,7 +105,7 @@ def draw(source: random.Random, gpus: int) -> tuple[str, int, dict[str, Any]]:
     ranks = source.choice([count for count in (1, 2, 4, 8) if count <= gpus])
     settings = {name: source.choice(values) for name, values in DRAWN.items()}
     settings["teacher_device_strategy"] = source.choice(ALONE if ranks == 1 else ALONE + TOGETHER)
-    settings["student_config"] = source.choice(("half", "quarter"))
+    settings["student_config"] = source.choice(("1b", "half", "quarter"))
     if settings["optimizer"] != "adamw":
         settings["mixed_precision"] = "no"
     return source.choice(SHAPES), ranks, settings

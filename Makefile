@@ -26,10 +26,10 @@ lint: setup ## ruff, types and the torch boundary
 	$(RUN) -m mypy
 
 test: setup ## all tests that need no GPU and no cluster
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not demo and not slow" --numprocesses auto --dist loadfile
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not demo and not slow" --ignore tests/chart --numprocesses auto --dist loadfile
 
 test-slow: setup ## worlds of processes that are killed: every placement, real memory limits, several nodes
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m slow
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m slow --ignore tests/chart
 
 demo-others: setup ## after the demo: a quarter-size student in the same time, and one that is not trained
 	$(RUN) -m wandistill train --config wandistill/demo/demo.yaml --student_config quarter --init average --max_steps 500 \
@@ -42,13 +42,21 @@ demo-others: setup ## after the demo: a quarter-size student in the same time, a
 test-demo: setup ## the tests that read the outputs of `make demo demo-others`
 	$(RUN) -m pytest -m demo
 
+test-chart: setup ## the chart: lint, every preset, refusals, tables against the planner (helm from PATH, or built with Go)
+	$(RUN) -m pytest tests/chart
+
 test-metrics: setup .tools/prometheus ## promtool on rules and alerts, a real Prometheus on every panel
 	$(RUN) -m pytest tests/metrics/promtool_checks.py tests/metrics/prometheus_checks.py
 
-generate: setup ## renew what is made from the code: the README's file tree and metrics, the dashboards
+generate: setup ## renew what is made from the code: README's tree and metrics, dashboards, the chart's tables, k8s/
 	$(RUN) -m wandistill.metrics.dashboards helm/wandistill/dashboards
 	$(RUN) -m tests.readme_metrics --write
 	$(RUN) -m tests.readme_tree --write
+	$(RUN) -m tests.generate_chart --write
+
+verify: setup ## fail where `make generate` would change something
+	$(RUN) -m tests.readme_tree --check
+	$(RUN) -m tests.generate_chart
 
 bench: setup ## the trainer's overhead over bare forward and backward, on the CPU
 	$(RUN) -m tests.bench_overhead
@@ -71,4 +79,4 @@ $(VENV)/.installed: pyproject.toml uv.lock
 	mv .tools/unpacked/usr/bin/promtool .tools/unpacked/usr/bin/prometheus .tools && rm -r .tools/unpacked .tools/*.deb
 	@touch $@
 
-.PHONY: help setup demo demo-others lint test test-slow test-demo test-metrics generate bench bench-metrics clean
+.PHONY: help setup demo demo-others lint test test-slow test-demo test-metrics test-chart generate verify bench bench-metrics clean

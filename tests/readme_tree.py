@@ -12,6 +12,8 @@ BEGIN, END = "<!-- file tree -->\n", "<!-- end of file tree -->\n"
 OTHER = {
     ".ci/run": "what must hold for every change",
     "Makefile": "`make help` lists the targets",
+    "helm/wandistill/": "the chart: values, presets, templates that look up tables and never calculate",
+    "k8s/": "manifests: one of each preset as the chart makes it, claims, rights, kustomization",
     "pyproject.toml": "packages, tools and their settings; `uv.lock` pins them",
     "wandistill/demo/demo.yaml": "the settings of `make demo`",
     "wandistill/demo/teacher/": "the embedded teacher's weights, in diffusers' WanPipeline layout, and its model card",
@@ -51,5 +53,8 @@ if __name__ == "__main__":
     text = renewed(file.read_text(encoding="utf-8"))
     if "--write" in sys.argv:
         file.write_text(text, encoding="utf-8")
+    elif "--check" in sys.argv:
+        if file.read_text(encoding="utf-8") != text:
+            sys.exit("out of date: README.md; run make generate and commit what it changes.")
     else:
         print(tree())

@@ -42,6 +42,7 @@ COMMANDS = {
     ),
     "plan": Command("wandistill.planner.command", "say which placements fit, before anything loads", needs_torch=False),
     "render": Command("wandistill.kube.render_command", "print the Kubernetes objects of a values file", False),
+    "values": Command("wandistill.kube.values_command", "compute sizes that the chart's tables do not have", False),
     "submit": Command("wandistill.kube.submit_command", "make the objects of a values file in a cluster", False),
     "status": Command("wandistill.kube.status_command", "say how jobs are, and why one does not run", False),
     "logs": Command("wandistill.kube.logs_command", "follow the logs of all pods of a job", False),

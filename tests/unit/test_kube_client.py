@@ -57,10 +57,8 @@ def test_status_shows_replicas_placement_memory_and_the_last_step(client, server
     assert "training 120/400, loss 0.21, 3 min 05 s left" in text
 
 
-def test_progress_is_read_from_json_lines_too():
-    line = json.dumps({"progress": "training", "done": 5, "total": 9, "text": "loss 0.5", "seconds_left": 61.0})
-    assert str(last_progress(f"a\n{line}\nnot json {{")) == "training 5/9, loss 0.5, 1 min 01 s left"
-    assert last_progress("nothing") is None
+def test_a_log_without_progress_has_none():
+    assert last_progress("plan: stream\nsomething 1/2\n") is None
 
 
 def unschedulable(name):

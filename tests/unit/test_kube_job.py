@@ -7,6 +7,7 @@ import pytest
 from wandistill.errors import ConfigError, DoesNotFit
 from wandistill.kube import values
 from wandistill.kube.job import render
+from wandistill.kube.values_command import computed
 
 CPU = {
     "image": {"train": {"repository": "reg.example.com/wandistill"}},
@@ -128,6 +129,13 @@ def test_run_policy_is_always_there_and_a_queue_suspends():
     queued = job(CPU, {"job": {"queue": "gpus"}})
     assert queued["spec"]["runPolicy"]["suspend"] is True
     assert queued["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
+
+
+def test_computed_values_name_what_they_were_computed_for():
+    one = computed(values.resolve(CPU))["main"]
+    assert one["placement"] == "stream"
+    assert one["inputs"] != computed(values.resolve(CPU, {"training": {"batch_size": 2}}))["main"]["inputs"]
+    assert one["inputs"] == computed(values.resolve(CPU, {"training": {"lr": 0.1}}))["main"]["inputs"]
 
 
 REFUSED = [

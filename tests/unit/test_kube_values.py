@@ -67,7 +67,7 @@ def test_a_file_that_is_no_map_is_refused(tmp_path: Path):
 def test_the_schema_refuses_unknown_keys_and_knows_the_settings_of_the_trainer():
     schema = values.schema()
     assert schema["additionalProperties"] is False
-    assert schema["properties"]["training"]["properties"]["lr"]["type"] == "number"
+    assert schema["properties"]["training"]["properties"]["lr"]["type"] == ["number", "null"]
     assert schema["properties"]["pools"]["additionalProperties"]["additionalProperties"] is False
     json.dumps(schema)
 

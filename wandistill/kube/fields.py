@@ -169,7 +169,8 @@ def json_schema(spec: Field) -> dict[str, Any]:
         schema["additionalProperties"] = False
         schema["properties"] = {name: json_schema(sub) for name, sub in spec.fields.items()}
     elif spec.each is not None:
-        schema["additionalProperties"] = json_schema(spec.each)
+        each = json_schema(spec.each)
+        schema["additionalProperties"] = each | {"type": [each["type"], "null"]}  # null takes an entry away
     return schema
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wandistill import config
 from wandistill.catalog import Model, find_gpu, models
 from wandistill.errors import ConfigError
 from wandistill.kube.gojson import digest
-from wandistill.kube.sizing import Question
+from wandistill.kube.sizing import Question, one_node
 from wandistill.kube.values import is_name
+from wandistill.planner.from_config import request_of_config
 from wandistill.student_config import student_spec
 from wandistill.units import parse_bytes
 
@@ -45,7 +46,8 @@ SIZING = (
     "ema_device",
     "feature_weight",
     "embeddings",
-    "save_samples",
+    "targets",
+    "memory_margin",
     "resident_blocks",
     "disk_buffer",
     "share_dir",
@@ -205,44 +207,17 @@ def question(values: Mapping[str, Any], job: JobPools) -> Question:
     run = config.from_mapping(training)
     size = student.image_size
     default = f"{size}x{size}" if size else "64x64" if model.name == "embedded" else "832x480"
-    width, height = config.parse_resolution(run.resolution or default)
     memory = pool.values["gpuMemory"]
-    return Question(
-        model=model,
-        student=student,
-        gpu=find_gpu(pool.values["gpu"]) if pool.on_gpu else None,
-        ranks=pool.ranks,
-        several_nodes=pool.nodes > 1,
-        width=width,
-        height=height,
-        batch_size=run.batch_size,
-        gradient_checkpointing=run.gradient_checkpointing,
-        placement="gpu0" if job.split else str(pool.values["placement"]),
-        dtype=pool.dtype,
-        settings=_settings(run),
-        gpu_memory=parse_bytes(str(memory)) if memory else None,
+    gpu = find_gpu(pool.values["gpu"]) if pool.on_gpu else None
+    resolved = replace(
+        run,
+        resolution=run.resolution or default,
+        teacher_dtype=pool.dtype,
+        teacher_device_strategy="gpu0" if job.split else str(pool.values["placement"]),
+        save_samples=True,  # without them a little is left over
     )
-
-
-def _settings(run: config.TrainConfig) -> dict[str, Any]:
-    return {
-        "optimizer": run.optimizer,
-        "mixed_precision": run.mixed_precision,
-        "gradient_accumulation_steps": run.gradient_accumulation_steps,
-        "teacher_micro_batch": run.teacher_micro_batch,
-        "guided": run.guidance_scale != 1 or run.guidance_low != 1,
-        "student_parallel": run.student_parallel,
-        "ema_device": run.ema_device if run.ema_decay else "none",
-        "features": run.feature_weight > 0,
-        "embeddings": run.embeddings,
-        "save_samples": run.save_samples,
-        "resident_blocks": run.resident_blocks,
-        "disk_buffer": parse_bytes(run.disk_buffer) if run.disk_buffer else None,
-        "share_dir": bool(run.share_dir),
-        "max_memory": parse_bytes(run.max_memory) if run.max_memory else None,
-        "teacher_rank": run.teacher_rank,
-        "teacher_rank_trains": run.teacher_rank_trains,
-    }
+    machines = one_node(gpu, pool.ranks, parse_bytes(str(memory)) if memory else None)
+    return Question(request_of_config(resolved, model, student, machines), pool.nodes > 1)
 
 
 def inputs(values: Mapping[str, Any], pool: Pool) -> str:

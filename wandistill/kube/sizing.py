@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
-from wandistill.catalog import Gpu, Model
+from wandistill.catalog import Gpu
 from wandistill.errors import DoesNotFit
 from wandistill.planner.memory import NodeMemory, node_memory, rank_memory
 from wandistill.planner.placements import AUTO, Placement, find_placement
@@ -15,11 +14,9 @@ from wandistill.planner.request import Machines, PlanRequest
 from wandistill.planner.student_memory import student_memory
 from wandistill.planner.teacher_memory import spread
 from wandistill.planner.terms import Phases
-from wandistill.student_config import StudentSpec
 from wandistill.units import GIB, MIB, format_bytes
 
-# The pod gets the memory that its placement takes, so no placement is judged by what a node has.
-UNLIMITED = 2**50
+_UNLIMITED = 2**50
 # Beside the ranks: the launcher with its endpoint and its report.
 _SUPERVISOR = 256 * MIB
 # NCCL's segments of the ranks of a node (its documentation recommends 1 GiB for a container), and gloo's.
@@ -33,21 +30,14 @@ SCRATCH = {"gpu": "8Gi", "none": "2Gi"}
 
 @dataclass(frozen=True)
 class Question:
-    """What the sizes of a pool depend on: the same keys as the tables'."""
+    """What the sizes of a pool depend on.
 
-    model: Model
-    student: StudentSpec
-    gpu: Gpu | None
-    ranks: int  # of a pod
+    Args:
+        run: the question about one node of the pool, whose memory is not limited.
+    """
+
+    run: PlanRequest
     several_nodes: bool
-    width: int
-    height: int
-    batch_size: int
-    gradient_checkpointing: bool
-    placement: str
-    dtype: str
-    settings: Mapping[str, Any] = field(default_factory=dict)  # other fields of a PlanRequest
-    gpu_memory: int | None = None
 
     def request(self) -> PlanRequest:
         """The question to the planner.
@@ -55,28 +45,15 @@ class Question:
         Memory is that of one node; only gpu0 spans the job, and a rank alone on its node needs NCCL as soon as there
         are others. So more than two nodes are as two, and ranks that have peers anyway are as on one node.
         """
-        spread = self.several_nodes and (self.ranks == 1 or self.placement == Placement.GPU0.value)
-        machines = Machines(
-            gpu=self.gpu,
-            ranks=self.ranks,
-            nodes=2 if spread else 1,
-            host_memory=UNLIMITED,
-            cores=self.ranks * CORES["gpu" if self.gpu else "none"],
-            gpu_memory=self.gpu_memory,
-        )
-        return PlanRequest(
-            model=self.model,
-            student=self.student.architecture,
-            student_name=self.student.name,
-            machines=machines,
-            width=self.width,
-            height=self.height,
-            batch_size=self.batch_size,
-            gradient_checkpointing=self.gradient_checkpointing,
-            teacher_dtype=self.dtype,
-            placement=self.placement,
-            **self.settings,
-        )
+        run = self.run
+        spread = self.several_nodes and (run.machines.ranks == 1 or run.placement == Placement.GPU0.value)
+        return run.change_machines(nodes=2) if spread else run
+
+
+def one_node(gpu: Gpu | None, ranks: int, gpu_memory: int | None = None) -> Machines:
+    """A node of a pool; the pod gets the memory that its placement takes, so none is judged by what a node has."""
+    cores = ranks * CORES["gpu" if gpu else "none"]
+    return Machines(gpu=gpu, ranks=ranks, nodes=1, host_memory=_UNLIMITED, cores=cores, gpu_memory=gpu_memory)
 
 
 @dataclass(frozen=True)
@@ -98,10 +75,10 @@ def sizes(question: Question) -> Sizes:
     """
     request = question.request()
     student = student_memory(request)
-    if question.placement != AUTO:
-        row = evaluate(request, student, find_placement(question.placement))
+    if request.placement != AUTO:
+        row = evaluate(request, student, find_placement(request.placement))
         if not row.fits:
-            raise DoesNotFit(f"placement {question.placement}: {row.reason}")
+            raise DoesNotFit(f"placement {request.placement}: {row.reason}")
         return row_sizes(request, row)
     # A placement that spans the job is for those who ask for it, as soon as there are several nodes.
     skipped = {Placement.CUSTOM, Placement.GPU0} if question.several_nodes else {Placement.CUSTOM}
@@ -123,7 +100,7 @@ def teacher_and_students(question: Question, teacher_gpu: Gpu | None) -> tuple[S
         DoesNotFit: one of the GPUs is too small.
     """
     made = []
-    for name, part in zip(("teacher", "students"), split(question, teacher_gpu), strict=True):
+    for name, part in zip(("teacher", "students"), split(question.run, teacher_gpu), strict=True):
         room = part.request.machines.device_memory
         if part.request.on_gpu and part.device.peak > room:
             raise DoesNotFit(
@@ -148,13 +125,12 @@ class Part:
         return Sizes(Placement.GPU0, memory, shm, {"teacher_rank_trains": "no"})
 
 
-def split(question: Question, teacher_gpu: Gpu | None) -> tuple[Part, Part]:
+def split(run: PlanRequest, teacher_gpu: Gpu | None) -> tuple[Part, Part]:
     """The teacher's pod and the students', each on its own kind of node.
 
     The teacher keeps the inputs of every rank that asks, some MB each; it is sized for `_MOST_STUDENTS` of them.
     """
-    request = replace(question, placement=Placement.GPU0.value, several_nodes=True).request()
-    request = request.change(teacher_rank_trains="no")
+    request = run.change(placement=Placement.GPU0.value, teacher_rank_trains="no").change_machines(nodes=2)
     serving = request.change_machines(gpu=teacher_gpu, ranks=1, nodes=_MOST_STUDENTS + 1, gpu_memory=None)
     student = student_memory(request)
     places = spread(request, Placement.GPU0, None)

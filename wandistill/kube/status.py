@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wandistill.kube.job import ANNOTATION, INSTANCE, Object
-from wandistill.units import format_bytes, format_seconds
+from wandistill.units import format_bytes
 
 JOB_LABEL = "training.kubeflow.org/job-name"
 ROLE_LABEL = "training.kubeflow.org/replica-type"
@@ -118,18 +118,8 @@ def job_status(job: Object, pods: Sequence[Object], events: Sequence[Object] = (
 
 
 def last_progress(log: str) -> Progress | None:
-    """The last line of progress in a log: the trainer's JSON, or its plain line."""
+    """The last line of progress in a log, as wandistill.train.progress writes it where there is no terminal."""
     for line in reversed(log.splitlines()):
-        with suppress(ValueError, KeyError, TypeError):
-            found = json.loads(line)
-            left = found.get("seconds_left")
-            return Progress(
-                found["progress"],
-                found["done"],
-                found["total"],
-                found.get("text", ""),
-                format_seconds(left) if left is not None else "",
-            )
         match = _PROGRESS.match(line)
         if match:
             return Progress(match["what"], int(match["done"]), int(match["total"]), match["text"] or "", match["left"])

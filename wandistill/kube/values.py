@@ -245,6 +245,9 @@ def schema() -> dict[str, Any]:
     settings = config_schema()["properties"]
     for entry in settings.values():
         entry.pop("default")
+        entry["type"] = [entry["type"], "null"]  # null takes a setting of a preset away
+        if "enum" in entry:
+            entry["enum"].append(None)
     made["properties"]["training"]["properties"] = settings
     return {"$schema": "http://json-schema.org/draft-07/schema#", **made}
 

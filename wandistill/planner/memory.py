@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from wandistill.catalog import Gpu
 from wandistill.device_map import DeviceMap
 from wandistill.planner.caches import encoding, rollout_rows, sampling, text_encoder
 from wandistill.planner.placements import SPECS, Placement, Store
@@ -133,6 +134,11 @@ def _base(request: PlanRequest, placement: Placement) -> list[Term]:
         formula = f"{groups} communicators x {format_bytes(NCCL_COMMUNICATOR)}"
         terms.append(Term("nccl buffers", groups * NCCL_COMMUNICATOR, formula, allocated=False))
     return terms
+
+
+def cublas_workspaces(gpu: Gpu) -> int:
+    """Bytes that cuBLAS takes on a rank; all else that a card changes is its speed."""
+    return _WORKSPACE_THREADS * _WORKSPACE[gpu.capability >= (9, 0)]
 
 
 def _slack(request: PlanRequest, passing: Sequence[Term]) -> list[Term]:

@@ -1,0 +1,141 @@
+{{/* The spec of a pool's pods; the job's name in it is @JOB@. Takes dict "root", "pool", "sizes". */}}
+{{- define "wandistill.pod" -}}
+{{- $root := .root -}}
+{{- $values := .root.Values -}}
+{{- $pool := .pool -}}
+{{- $teacher := $values.teacher -}}
+automountServiceAccountToken: {{ ne $values.serviceAccount.name "" }}
+{{- with $values.serviceAccount.name }}
+serviceAccountName: {{ . }}
+{{- end }}
+securityContext: {{- toYaml $values.podSecurityContext | nindent 2 }}
+terminationGracePeriodSeconds: {{ int $values.job.terminationGracePeriodSeconds }}
+{{- if $pool.affinity }}
+affinity: {{- toYaml $pool.affinity | nindent 2 }}
+{{- else }}
+affinity:
+  nodeAffinity:
+    requiredDuringSchedulingIgnoredDuringExecution:
+      nodeSelectorTerms:
+      - matchExpressions:
+        - {key: kubernetes.io/arch, operator: In, values: [amd64]}
+        {{- if and $pool.onGpu (not $pool.nodeSelector) }}
+        - {key: nvidia.com/gpu.product, operator: In, values: {{ index ($root.Files.Get "files/catalog.json" | fromJson).products $pool.gpu | toJson }}}
+        {{- end }}
+{{- end }}
+{{- $tolerations := $pool.tolerations }}
+{{- if $pool.onGpu }}{{ $tolerations = prepend $tolerations (dict "key" "nvidia.com/gpu" "operator" "Exists" "effect" "NoSchedule") }}{{ end }}
+tolerations: {{- toYaml $tolerations | nindent 2 }}
+{{- range $key := list "nodeSelector" "topologySpreadConstraints" "priorityClassName" "runtimeClassName" }}
+{{- with index $pool $key }}
+{{ $key }}: {{ toJson . }}
+{{- end }}
+{{- end }}
+{{- with $values.image.train.pullSecrets }}
+imagePullSecrets:
+{{- range . }}
+- name: {{ . }}
+{{- end }}
+{{- end }}
+containers:
+- name: pytorch
+  image: {{ include "wandistill.image" (dict "root" $root "which" "train") }}
+  imagePullPolicy: {{ $values.image.train.pullPolicy }}
+  command: [wandistill, launch, --]
+  args: [--config, /etc/wandistill/train.yaml, --resume, auto, --output_dir, /output/@JOB@]
+  env: {{- include "wandistill.environment" . | nindent 2 }}
+  envFrom: {{- toYaml $values.extraEnvFrom | nindent 4 }}
+  ports:
+  - name: metrics
+    containerPort: {{ int $values.metrics.port }}
+    protocol: TCP
+  resources: {{- include "wandistill.resources" . | nindent 4 }}
+  securityContext: {{- toYaml $values.securityContext | nindent 4 }}
+  terminationMessagePolicy: FallbackToLogsOnError
+  volumeMounts:
+  - {name: shm, mountPath: /dev/shm}
+  - {name: tmp, mountPath: /tmp}
+  - {name: config, mountPath: /etc/wandistill, readOnly: true}
+  - {name: output, mountPath: /output}
+  {{- if include "wandistill.cache" $root }}
+  - {name: cache, mountPath: /cache}
+  {{- end }}
+  {{- if or $values.data.configMap.name $values.data.existingClaim }}
+  - {name: data, mountPath: /data, readOnly: true}
+  {{- end }}
+  {{- if $teacher.caBundle.configMap }}
+  - {name: ca, mountPath: /etc/wandistill-ca, readOnly: true}
+  {{- end }}
+  {{- with $values.extraVolumeMounts }}{{ toYaml . | nindent 2 }}{{ end }}
+volumes:
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ .sizes.shm }}}
+- name: tmp
+  emptyDir: {sizeLimit: {{ .sizes.scratch }}}
+- name: config
+  configMap: {name: "@JOB@"}
+- name: output
+  persistentVolumeClaim: {claimName: {{ default (printf "%s-output" $root.Release.Name) $values.output.existingClaim }}}
+{{- if include "wandistill.cache" $root }}
+- name: cache
+  persistentVolumeClaim: {claimName: {{ default (printf "%s-cache" $root.Release.Name) $teacher.cache.existingClaim }}}
+{{- end }}
+{{- with $values.data.configMap.name }}
+- name: data
+  configMap: {name: {{ . }}}
+{{- end }}
+{{- with $values.data.existingClaim }}
+- name: data
+  persistentVolumeClaim: {claimName: {{ . }}}
+{{- end }}
+{{- with $teacher.caBundle.configMap }}
+- name: ca
+  configMap: {name: {{ . }}, items: [{key: {{ $teacher.caBundle.key }}, path: ca.crt}]}
+{{- end }}
+{{- with $values.extraVolumes }}{{ toYaml . | nindent 0 }}{{ end }}
+{{- end }}
+
+{{- define "wandistill.environment" -}}
+{{- $values := .root.Values -}}
+{{- $teacher := $values.teacher -}}
+{{- $certificates := ternary "/etc/wandistill-ca/ca.crt" "" (ne $teacher.caBundle.configMap "") -}}
+{{- $pairs := list
+  (list "WANDISTILL_NPROC" (toString .pool.ranks))
+  (list "OMP_NUM_THREADS" (toString (default .sizes.threads (int .pool.threads))))
+  (list "USER" "wandistill")
+  (list "HOME" "/tmp")
+  (list "XDG_CACHE_HOME" "/tmp/cache")
+  (list "HF_HOME" (ternary "/cache/huggingface" "/tmp/huggingface" (ne (include "wandistill.cache" .root) "")))
+  (list "TRITON_CACHE_DIR" "/tmp/triton")
+  (list "TORCHINDUCTOR_CACHE_DIR" "/tmp/inductor")
+  (list "HF_HUB_OFFLINE" (ternary "1" "" $teacher.offline))
+  (list "HF_ENDPOINT" $teacher.endpoint)
+  (list "HTTP_PROXY" $teacher.proxy.http)
+  (list "HTTPS_PROXY" $teacher.proxy.https)
+  (list "NO_PROXY" $teacher.proxy.noProxy)
+  (list "SSL_CERT_FILE" $certificates)
+  (list "REQUESTS_CA_BUNDLE" $certificates)
+-}}
+{{- range $pairs }}
+{{- if index . 1 }}
+- name: {{ index . 0 }}
+  value: {{ index . 1 | quote }}
+{{- end }}
+{{- end }}
+{{- with $teacher.tokenSecret }}
+{{- if .name }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key }}}}
+{{- end }}
+{{- end }}
+{{- with $values.extraEnv }}{{ toYaml . | nindent 0 }}{{ end }}
+{{- end }}
+
+{{- define "wandistill.resources" -}}
+{{- $beside := deepCopy .root.Values.extraResources -}}
+{{- if .pool.onGpu }}{{ $_ := set $beside .pool.gpuResource (int .pool.gpusPerNode) }}{{ end -}}
+{{- $cpus := ternary .sizes.cpus .pool.cpus (eq (toString .pool.cpus) "") -}}
+{{- $requests := merge (dict "cpu" $cpus "memory" .sizes.memory "ephemeral-storage" .sizes.scratch) $beside -}}
+{{- $limits := merge (dict "memory" .sizes.memory) $beside -}}
+{{- mergeOverwrite (dict "requests" $requests "limits" $limits) (deepCopy .pool.resources) | toYaml -}}
+{{- end }}

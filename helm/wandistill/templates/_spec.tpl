@@ -1,0 +1,70 @@
+{{/* The file of --config: each value as JSON, which is YAML, so that numbers arrive as written. */}}
+{{- define "wandistill.config" -}}
+{{- $values := .root.Values -}}
+{{- $settings := include "wandistill.training" .root | fromJson -}}
+{{- range $key, $value := .sizes.settings }}{{ $_ := set $settings $key $value }}{{ end -}}
+{{- $found := include "wandistill.teacher" .root | fromJson -}}
+{{- $_ := set $settings "teacher_path" (ternary $found.path (printf "/cache/%s" $values.teacher.path) (eq $values.teacher.path "")) -}}
+{{- $_ := set $settings "student_config" (ternary "/etc/wandistill/student.yaml" $values.student.config (not (empty $values.student.custom))) -}}
+{{- $_ := set $settings "teacher_device_strategy" .sizes.placement -}}
+{{- $_ := set $settings "teacher_dtype" .job.pool.resolvedDtype -}}
+{{- $_ := set $settings "device" (ternary "cuda" "cpu" .job.pool.onGpu) -}}
+{{- if $values.data.prompts }}{{ $_ := set $settings "data_path" "/etc/wandistill/prompts.txt" -}}
+{{- else if $values.data.configMap.name }}{{ $_ := set $settings "data_path" (printf "/data/%s" $values.data.configMap.key) -}}
+{{- else if $values.data.existingClaim }}{{ $_ := set $settings "data_path" (printf "/data/%s" $values.data.path) }}{{ end -}}
+{{- range $key := keys $settings | sortAlpha }}
+{{- printf "%s: %s\n" $key (index $settings $key | toJson) }}
+{{- end }}
+{{- end }}
+
+{{/* What is mounted at /etc/wandistill, as JSON. */}}
+{{- define "wandistill.files" -}}
+{{- $files := dict "train.yaml" (include "wandistill.config" .) -}}
+{{- with .root.Values.student.custom }}{{ $_ := set $files "student.yaml" (printf "%s\n" (toJson .)) }}{{ end -}}
+{{- with .root.Values.data.prompts }}{{ $_ := set $files "prompts.txt" (printf "%s\n" (join "\n" .)) }}{{ end -}}
+{{- toJson $files -}}
+{{- end }}
+
+{{/* The spec of the PyTorchJob with @JOB@ for its name. Takes dict "root", "job", "sizes". */}}
+{{- define "wandistill.spec" -}}
+{{- $options := .root.Values.job -}}
+nprocPerNode: {{ toString .job.master.ranks | quote }}
+runPolicy:
+  cleanPodPolicy: {{ $options.cleanPodPolicy }}
+  suspend: {{ or $options.suspend (ne $options.queue "") }}
+  {{- if gt (int $options.deadlineSeconds) 0 }}
+  activeDeadlineSeconds: {{ int $options.deadlineSeconds }}
+  {{- end }}
+  {{- if ge (int $options.ttlSecondsAfterFinished) 0 }}
+  ttlSecondsAfterFinished: {{ int $options.ttlSecondsAfterFinished }}
+  {{- end }}
+pytorchReplicaSpecs:
+  Master: {{- include "wandistill.replica" (dict "root" .root "pool" .job.master "sizes" .sizes.master "count" 1) | nindent 4 }}
+  {{- if gt (int .job.workerCount) 0 }}
+  Worker: {{- include "wandistill.replica" (dict "root" .root "pool" .job.workers "sizes" .sizes.pod "count" (int .job.workerCount)) | nindent 4 }}
+  {{- end }}
+{{- end }}
+
+{{- define "wandistill.replica" -}}
+replicas: {{ .count }}
+restartPolicy: ExitCode
+template:
+  metadata:
+    labels: {{- mergeOverwrite (include "wandistill.labels" .root | fromYaml) (deepCopy .root.Values.podLabels) | toYaml | nindent 6 }}
+    annotations: {{- mergeOverwrite (dict "cluster-autoscaler.kubernetes.io/safe-to-evict" "false" "karpenter.sh/do-not-disrupt" "true" "sidecar.istio.io/inject" "false") (deepCopy .root.Values.podAnnotations) | toYaml | nindent 6 }}
+  spec: {{- include "wandistill.pod" . | nindent 4 }}
+{{- end }}
+
+{{/*
+The digest that ends a job's name: over its files and what reaches its pods, without labels and the metrics port. The
+Python renderer makes the same (wandistill/kube/job.py). Takes dict "files" (JSON) and "spec" (YAML).
+*/}}
+{{- define "wandistill.digest" -}}
+{{- $replicas := dict -}}
+{{- range $role, $replica := (fromYaml .spec).pytorchReplicaSpecs -}}
+{{- $spec := $replica.template.spec -}}
+{{- $_ := unset (index $spec.containers 0) "ports" -}}
+{{- $_ := set $replicas $role (dict "replicas" $replica.replicas "spec" $spec) -}}
+{{- end -}}
+{{- dict "files" (fromJson .files) "spec" $replicas | toJson | sha256sum | trunc 8 -}}
+{{- end }}

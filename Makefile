@@ -56,6 +56,7 @@ generate: setup ## renew what is made from the code: README's tree and metrics, 
 
 verify: setup ## fail where `make generate` would change something
 	$(RUN) -m tests.readme_tree --check
+	$(RUN) -m tests.readme_metrics --check
 	$(RUN) -m tests.generate_chart
 
 bench: setup ## the trainer's overhead over bare forward and backward, on the CPU

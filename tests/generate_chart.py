@@ -19,6 +19,8 @@ from wandistill.units import format_bytes
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "helm/wandistill"
 PRESETS = CHART / "presets"
+# Those that make a job; monitoring makes none.
+JOB_PRESETS = [path for path in sorted(PRESETS.glob("*.yaml")) if path.stem != "monitoring"]
 TABLES = CHART / "files/tables"
 # The most ranks of a pod for which the chart knows the processor request.
 _RANKS = 16
@@ -35,7 +37,7 @@ def generated() -> dict[str, str]:
         "helm/wandistill/README.md": chart_readme(),
         "helm/wandistill/files/catalog.json": json.dumps(catalog(), indent=1) + "\n",
     }
-    for preset in sorted(PRESETS.glob("*.yaml")):
+    for preset in JOB_PRESETS:
         made[f"k8s/{preset.name}"] = manifest(preset)
     return made
 

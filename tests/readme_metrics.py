@@ -39,5 +39,8 @@ if __name__ == "__main__":
     text = renewed(README.read_text(encoding="utf-8"))
     if "--write" in sys.argv:
         README.write_text(text, encoding="utf-8")
+    elif "--check" in sys.argv:
+        if README.read_text(encoding="utf-8") != text:
+            sys.exit("out of date: README.md; run make generate and commit what it changes.")
     else:
         print(table())

@@ -15,7 +15,7 @@ from wandistill.kube import fields, tables, values
 from wandistill.kube.job import render
 from wandistill.kube.values_command import computed
 
-PRESETS = sorted(chart.PRESETS.glob("*.yaml"))
+PRESETS = chart.JOB_PRESETS
 IMAGE = chart.SAMPLE
 CLAIM = {"output": {"existingClaim": "runs"}}
 CPU = fields.merge(fields.merge(IMAGE, CLAIM), {"pools": {"main": {"processesPerNode": 2}}})

@@ -12,7 +12,7 @@ from tests import generate_chart as chart
 
 SCHEMAS = Path(__file__).with_name("schemas")
 VERSIONS = ("1.30", "1.31", "1.32", "1.33", "1.34")
-FILES = [*sorted(chart.PRESETS.glob("*.yaml")), chart.ROOT / "k8s/rbac.yaml", chart.ROOT / "k8s/claims.yaml"]
+FILES = [*chart.JOB_PRESETS, chart.ROOT / "k8s/rbac.yaml", chart.ROOT / "k8s/claims.yaml"]
 
 
 def validators(name):

@@ -194,23 +194,35 @@ def _spec(values: Mapping[str, Any], release: str, job: JobPools, sized: PoolSiz
         policy["ttlSecondsAfterFinished"] = options["ttlSecondsAfterFinished"]
     replicas = {
         "Master": _replica(
-            values, release, 1, pods.pod_spec(values, release, job.master, sized.master, sized.placement)
+            values,
+            release,
+            job.master.name,
+            1,
+            pods.pod_spec(values, release, job.master, sized.master, sized.placement),
         )
     }
     if job.workers is not None:
         spec = pods.pod_spec(values, release, job.workers, sized.pod, sized.placement)
-        replicas["Worker"] = _replica(values, release, job.worker_count, spec)
+        replicas["Worker"] = _replica(values, release, job.workers.name, job.worker_count, spec)
     return {"nprocPerNode": str(job.master.ranks), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
 
 
-def _replica(values: Mapping[str, Any], release: str, count: int, spec: Object) -> Object:
+def _scrape(values: Mapping[str, Any]) -> dict[str, str]:
+    """Annotations by which a Prometheus without its operator finds the metrics, where they are wanted."""
+    if not values["metrics"]["annotations"]:
+        return {}
+    port = str(values["metrics"]["port"])
+    return {"prometheus.io/scrape": "true", "prometheus.io/port": port, "prometheus.io/path": "/metrics"}
+
+
+def _replica(values: Mapping[str, Any], release: str, pool: str, count: int, spec: Object) -> Object:
     return {
         "replicas": count,
         "restartPolicy": "ExitCode",
         "template": {
             "metadata": {
-                "labels": _labels(release) | values["podLabels"],
-                "annotations": pods.ANNOTATIONS | values["podAnnotations"],
+                "labels": _labels(release) | {f"{ANNOTATION}/pool": pool} | values["podLabels"],
+                "annotations": pods.ANNOTATIONS | _scrape(values) | values["podAnnotations"],
             },
             "spec": spec,
         },
@@ -223,6 +235,7 @@ def _hashed(body: Object) -> Object:
     for role, replica in body["pytorchReplicaSpecs"].items():
         spec = dict(replica["template"]["spec"])
         container = {key: value for key, value in spec["containers"][0].items() if key != "ports"}
+        container["env"] = [entry for entry in container["env"] if entry["name"] != pods.METRICS_PORT]
         replicas[role] = {"replicas": replica["replicas"], "spec": spec | {"containers": [container]}}
     return replicas
 

@@ -22,6 +22,7 @@ ANNOTATIONS = {
 }
 _ARCHITECTURE = {"key": "kubernetes.io/arch", "operator": "In", "values": ["amd64"]}
 _GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+METRICS_PORT = "WANDISTILL_METRICS_PORT"
 _CERTIFICATES = "/etc/wandistill-ca/ca.crt"
 Object = dict[str, Any]
 
@@ -87,6 +88,9 @@ def _environment(values: Mapping[str, Any], pool: Pool, sized: PodSizes) -> list
     proxy = teacher["proxy"]
     pairs = {
         "WANDISTILL_NPROC": str(pool.ranks),
+        "WANDISTILL_RUN": JOB,
+        "WANDISTILL_POOL": pool.name,
+        METRICS_PORT: str(values["metrics"]["port"]),
         "OMP_NUM_THREADS": str(pool.values["threads"] or sized.threads),
         # Whatever the uid, it has no entry in the image's password file.
         "USER": "wandistill",

@@ -149,7 +149,38 @@ VALUES = record(
         existingClaim=text("name of a claim that is there"),
         create=_create("a claim that the chart makes", "100Gi"),
     ),
-    metrics=record("metrics of each pod", port=integer("port of the pods' metrics", 9400, minimum=1024)),
+    metrics=record(
+        "metrics of each pod",
+        port=integer("port of the pods' metrics", 9400, minimum=1024),
+        annotations=boolean("prometheus.io annotations on the pods, for a Prometheus without its operator", False),
+        podMonitor=record(
+            "a PodMonitor of the Prometheus operator",
+            enabled=boolean("whether it is made", False),
+            additionalLabels=free("labels by which your Prometheus selects it, such as release: prometheus"),
+            interval=text("seconds between scrapes", "15s"),
+        ),
+        prometheusRule=record(
+            "the alerts, as a PrometheusRule of the Prometheus operator",
+            enabled=boolean("whether it is made", False),
+            additionalLabels=free("labels by which your Prometheus selects it"),
+        ),
+    ),
+    dashboards=record(
+        "Grafana dashboards, as ConfigMaps that Grafana's sidecar loads",
+        enabled=boolean("whether they are made", False),
+        folder=text("folder in Grafana", "wandistill"),
+    ),
+    exporter=record(
+        "the cluster exporter, once for a namespace or a cluster; preset monitoring has it",
+        enabled=boolean("whether it is made", False),
+        clusterWide=boolean("watch the runs of all namespaces, not of its own alone", False),
+        port=integer("port of its metrics", 9401, minimum=1024),
+        resources=Field(
+            "object",
+            "its requests and limits",
+            {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": {"memory": "256Mi"}},
+        ),
+    ),
     image=record(
         "images, built by `make image`",
         train=_image("trainer"),

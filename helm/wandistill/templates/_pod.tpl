@@ -101,6 +101,9 @@ volumes:
 {{- $certificates := ternary "/etc/wandistill-ca/ca.crt" "" (ne $teacher.caBundle.configMap "") -}}
 {{- $pairs := list
   (list "WANDISTILL_NPROC" (toString .pool.ranks))
+  (list "WANDISTILL_RUN" "@JOB@")
+  (list "WANDISTILL_POOL" .pool.name)
+  (list "WANDISTILL_METRICS_PORT" (toString (int $values.metrics.port)))
   (list "OMP_NUM_THREADS" (toString (default .sizes.threads (int .pool.threads))))
   (list "USER" "wandistill")
   (list "HOME" "/tmp")

@@ -50,8 +50,8 @@ replicas: {{ .count }}
 restartPolicy: ExitCode
 template:
   metadata:
-    labels: {{- mergeOverwrite (include "wandistill.labels" .root | fromYaml) (deepCopy .root.Values.podLabels) | toYaml | nindent 6 }}
-    annotations: {{- mergeOverwrite (dict "cluster-autoscaler.kubernetes.io/safe-to-evict" "false" "karpenter.sh/do-not-disrupt" "true" "sidecar.istio.io/inject" "false") (deepCopy .root.Values.podAnnotations) | toYaml | nindent 6 }}
+    labels: {{- mergeOverwrite (include "wandistill.labels" .root | fromYaml) (dict "wandistill.dev/pool" .pool.name) (deepCopy .root.Values.podLabels) | toYaml | nindent 6 }}
+    annotations: {{- mergeOverwrite (dict "cluster-autoscaler.kubernetes.io/safe-to-evict" "false" "karpenter.sh/do-not-disrupt" "true" "sidecar.istio.io/inject" "false") (include "wandistill.scrape" (dict "root" .root "port" .root.Values.metrics.port) | fromYaml) (deepCopy .root.Values.podAnnotations) | toYaml | nindent 6 }}
   spec: {{- include "wandistill.pod" . | nindent 4 }}
 {{- end }}
 
@@ -63,8 +63,23 @@ Python renderer makes the same (wandistill/kube/job.py). Takes dict "files" (JSO
 {{- $replicas := dict -}}
 {{- range $role, $replica := (fromYaml .spec).pytorchReplicaSpecs -}}
 {{- $spec := $replica.template.spec -}}
-{{- $_ := unset (index $spec.containers 0) "ports" -}}
+{{- $container := index $spec.containers 0 -}}
+{{- $_ := unset $container "ports" -}}
+{{- $env := list -}}
+{{- range $container.env }}{{ if ne .name "WANDISTILL_METRICS_PORT" }}{{ $env = append $env . }}{{ end }}{{ end -}}
+{{- $_ := set $container "env" $env -}}
 {{- $_ := set $replicas $role (dict "replicas" $replica.replicas "spec" $spec) -}}
 {{- end -}}
 {{- dict "files" (fromJson .files) "spec" $replicas | toJson | sha256sum | trunc 8 -}}
+{{- end }}
+
+{{/* Annotations by which a Prometheus without its operator finds a port, where they are wanted. Takes dict "root", "port". */}}
+{{- define "wandistill.scrape" -}}
+{{- if .root.Values.metrics.annotations -}}
+prometheus.io/scrape: "true"
+prometheus.io/port: {{ int .port | quote }}
+prometheus.io/path: /metrics
+{{- else -}}
+{}
+{{- end -}}
 {{- end }}

@@ -66,9 +66,9 @@ def here(arguments: list[str]) -> int:
 
 
 def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 240) -> None:
-    """Waits until `path` exists."""
+    """Waits until `path` exists and holds something: a run opens metrics.jsonl before it heeds signals."""
     end = time.monotonic() + seconds
-    while not path.exists():
+    while not path.exists() or not path.stat().st_size:
         assert process.poll() is None, f"the run ended before {path.name}: {process.communicate()[0][-3000:]}"
         assert time.monotonic() < end, f"{path} did not appear within {seconds} s"
         time.sleep(0.01)

@@ -153,9 +153,3 @@ class MetricsLog:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
-
-
-def host_rss_bytes() -> int:
-    """Resident memory of this process, from /proc/self/statm."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")

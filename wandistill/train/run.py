@@ -21,6 +21,7 @@ from wandistill.data.prepare import TrainingData, prepare_data
 from wandistill.errors import ConfigError, WandistillError
 from wandistill.evaluate.report import write_report
 from wandistill.launch import records
+from wandistill.launch.memory import resident_bytes
 from wandistill.launch.remedy import REPLANNED
 from wandistill.launch.state import replanned, replans
 from wandistill.models.export import export_student
@@ -39,7 +40,7 @@ from wandistill.train.objectives import Objective, build_objective
 from wandistill.train.placing import Settled, settle
 from wandistill.train.progress import Progress
 from wandistill.train.rank_snapshot import RankReporter, report_rank
-from wandistill.train.record import MetricsLog, RunRecord, host_rss_bytes, versions
+from wandistill.train.record import MetricsLog, RunRecord, versions
 from wandistill.train.samples import SampleDrawer
 from wandistill.train.student import TrainedStudent
 from wandistill.train.trackers import Tracker
@@ -411,7 +412,7 @@ def _run_loop(
 
     def on_step(step: int, figures: dict[str, float], expert: Expert) -> None:
         reporter.add_step(step, figures, expert)
-        used = {"gpu_peak_bytes": memory.gpu_peak(), "host_rss_bytes": host_rss_bytes()}
+        used = {"gpu_peak_bytes": memory.gpu_peak(), "host_rss_bytes": resident_bytes()}
         memory.step(figures["step_seconds"])
         if log is not None:
             log.write(step, {**figures, **used})

@@ -83,6 +83,10 @@ on_signal(signal.{number.name}, lambda: noted.append(1))
 while not noted:
     time.sleep(0.02)
 time.sleep(1.5)
+# From here on the agent ends this rank as soon as the other one has ended.
+on_signal(signal.SIGTERM, lambda: None)
+tell()
+meet(2)
 leave({code}, "saved")
 """
     process = start(tmp_path, behaviour)

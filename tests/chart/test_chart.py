@@ -4,7 +4,7 @@ import base64
 import gzip
 import json
 import random
-import time
+import resource
 
 import pytest
 import yaml
@@ -54,6 +54,12 @@ def templated(helm, *layers, release="my-run"):
     return objects(done.stdout)
 
 
+def processor_seconds():
+    """Of the programs that ended so far, whatever runs beside them."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def preset_layers(preset):
     own = values.load(preset)
     return [own, IMAGE, {} if own["teacher"]["model"] == "embedded" else chart.PROMPTS]
@@ -76,9 +82,9 @@ def test_lint_is_strict_and_clean(helm):
 def test_chart_client_and_manifest_give_the_same_objects_in_less_than_a_second(helm, preset):
     release = chart.release(preset)
     layers = preset_layers(preset)
-    began = time.process_time()
+    began = processor_seconds()
     found = templated(helm, *layers, release=release)
-    assert time.process_time() - began < 1
+    assert processor_seconds() - began < 1
     assert found == rendered(values.resolve(*layers), release)
     assert found == objects((chart.ROOT / "k8s" / preset.name).read_text(encoding="utf-8"))
 
@@ -283,6 +289,7 @@ def random_rows():
         }
 
 
+@pytest.mark.timeout(1800)  # 200 starts of helm
 def test_two_hundred_random_rows_of_the_tables_are_what_the_planner_says(helm):
     agreed = {"fit": 0, "refused": 0, "outside": 0}
     for row in random_rows():

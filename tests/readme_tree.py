@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from pathlib import Path
+
+from tests.readme_part import main, replaced
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- file tree -->\n", "<!-- end of file tree -->\n"
@@ -27,7 +28,7 @@ def tree() -> str:
     entries = {str(path.relative_to(ROOT)): sentence(path) for path in files}
     entries |= {name: text for name, text in OTHER.items() if name.startswith("wandistill/")}
     lines += [f"{name:<40} {text}" for name, text in sorted(entries.items(), key=_order)]
-    return BEGIN + "```\n" + "\n".join(lines) + "\n```\n" + END
+    return "```\n" + "\n".join(lines) + "\n```\n"
 
 
 def sentence(path: Path) -> str:
@@ -39,8 +40,7 @@ def sentence(path: Path) -> str:
 
 def renewed(readme: str) -> str:
     """The README with a new tree."""
-    head, rest = readme.split(BEGIN)
-    return head + tree() + rest.split(END)[1]
+    return replaced(readme, BEGIN, tree(), END)
 
 
 def _order(entry: tuple[str, str]) -> tuple[bool, list[str]]:
@@ -49,12 +49,4 @@ def _order(entry: tuple[str, str]) -> tuple[bool, list[str]]:
 
 
 if __name__ == "__main__":
-    file = ROOT / "README.md"
-    text = renewed(file.read_text(encoding="utf-8"))
-    if "--write" in sys.argv:
-        file.write_text(text, encoding="utf-8")
-    elif "--check" in sys.argv:
-        if file.read_text(encoding="utf-8") != text:
-            sys.exit("out of date: README.md; run make generate and commit what it changes.")
-    else:
-        print(tree())
+    main(renewed, tree)

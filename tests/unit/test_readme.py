@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT))
 
-from readme_metrics import renewed as renewed_metrics  # noqa: E402
-from readme_tree import renewed  # noqa: E402
+from tests.readme_metrics import renewed as renewed_metrics  # noqa: E402
+from tests.readme_tree import renewed  # noqa: E402
 
 from wandistill.cli import COMMANDS  # noqa: E402
 from wandistill.config import FIELDS, PLACEMENT_ALIASES  # noqa: E402

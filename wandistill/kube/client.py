@@ -72,7 +72,7 @@ class Client:
 
     def statuses(self) -> list[JobStatus]:
         """All jobs of wandistill in the namespace, from two lists however many there are; without their progress."""
-        jobs = self.cluster.jobs(_OURS)["items"]
+        jobs = self.cluster.jobs(label_selector=_OURS)["items"]
         by_job: dict[str, list[dict[str, Any]]] = {}
         for pod in self.cluster.pods(_OURS) if jobs else []:
             by_job.setdefault(pod["metadata"]["labels"].get(JOB_LABEL, ""), []).append(pod)
@@ -133,7 +133,8 @@ class Client:
         """
         release = (self.cluster.job(name)["metadata"].get("labels") or {}).get(INSTANCE, "")
         self.cluster.delete("PyTorchJob", name)
-        others = [job for job in self.cluster.jobs(f"{_OURS},{INSTANCE}={release}")["items"] if _name(job) != name]
+        same = self.cluster.jobs(label_selector=f"{_OURS},{INSTANCE}={release}")["items"]
+        others = [job for job in same if _name(job) != name]
         self._forget("ConfigMap", name)
         if release and not others:
             self._forget("NetworkPolicy", release)

@@ -123,8 +123,8 @@ class Cluster:
         assert isinstance(found, dict)
         return found
 
-    def jobs(self, selector: str) -> Object:
-        """All PyTorchJobs with labels, as the list object."""
+    def jobs(self, **selector: str) -> Object:
+        """The PyTorchJobs of a `label_selector` or a `field_selector`, as the list object."""
         found = self._ask(
             "list PyTorchJobs",
             self.custom.list_namespaced_custom_object,
@@ -132,7 +132,7 @@ class Cluster:
             VERSION,
             self.namespace,
             PLURAL,
-            label_selector=selector,
+            **selector,
         )
         assert isinstance(found, dict)
         return found
@@ -187,8 +187,17 @@ class Cluster:
             yield rest.decode(errors="replace")
 
     def watch_job(self, name: str, seconds: int) -> Iterator[Object]:
-        """A PyTorchJob as it is, and each time it changes, for so many seconds; one watch, no polling."""
-        found = self.jobs_named(name)
+        """A PyTorchJob as it is, and each time it changes, for so many seconds; one watch, no polling.
+
+        Raises:
+            NotThere: there is none, or it was deleted.
+        """
+        named = {"field_selector": f"metadata.name={name}"}
+        found = self.jobs(**named)
+        if not found["items"]:
+            raise NotThere(
+                f"PyTorchJob {name} is not in namespace {self.namespace}: 'wandistill status' lists those that are."
+            )
         yield from found["items"]
         watch = self.watch()
         for event in watch.stream(
@@ -197,35 +206,13 @@ class Cluster:
             VERSION,
             self.namespace,
             PLURAL,
-            field_selector=f"metadata.name={name}",
             resource_version=found["metadata"]["resourceVersion"],
             timeout_seconds=seconds,
+            **named,
         ):
             if event["type"] == "DELETED":
                 raise NotThere(f"PyTorchJob {name} was deleted.")
             yield event["object"]
-
-    def jobs_named(self, name: str) -> Object:
-        """The list that holds the PyTorchJob of a name.
-
-        Raises:
-            NotThere: it is empty.
-        """
-        found = self._ask(
-            f"get PyTorchJob {name}",
-            self.custom.list_namespaced_custom_object,
-            GROUP,
-            VERSION,
-            self.namespace,
-            PLURAL,
-            field_selector=f"metadata.name={name}",
-        )
-        assert isinstance(found, dict)
-        if not found["items"]:
-            raise NotThere(
-                f"PyTorchJob {name} is not in namespace {self.namespace}: 'wandistill status' lists those that are."
-            )
-        return found
 
     def _listed(self, what: str, call: Callable[..., Any], **options: Any) -> list[Object]:
         """Items of a list in the API's own spelling."""

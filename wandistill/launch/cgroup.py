@@ -14,17 +14,18 @@ _NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
-class _Names:
+class Names:
     """What a version calls its files."""
 
     limit: str
     usage: str
+    peak: str
     events: str
 
 
 _VERSIONS = {
-    1: _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control"),
-    2: _Names("memory.max", "memory.current", "memory.events"),
+    1: Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control"),
+    2: Names("memory.max", "memory.current", "memory.peak", "memory.events"),
 }
 
 
@@ -90,9 +91,14 @@ class MemoryCgroup:
                 return cls(place, root, version)
         return None
 
+    @property
+    def names(self) -> Names:
+        """What this version calls its files."""
+        return _VERSIONS[self.version]
+
     def limits(self) -> list[Limit]:
         """This cgroup and its ancestors, as far as they have a limit and can be seen."""
-        names = _VERSIONS[self.version]
+        names = self.names
         found = []
         for place in (self.folder, *self.folder.parents):
             with contextlib.suppress(OSError, ValueError):
@@ -111,7 +117,7 @@ class MemoryCgroup:
     def oom_kills(self) -> int:
         """How many processes the kernel killed here for memory so far."""
         try:
-            return _pairs(self.folder / _VERSIONS[self.version].events).get("oom_kill", 0)
+            return _pairs(self.folder / self.names.events).get("oom_kill", 0)
         except OSError:
             return 0
 

@@ -9,11 +9,6 @@ from pathlib import Path
 
 from wandistill.launch.cgroup import MemoryCgroup
 
-_FILES = {
-    1: {"usage": "memory.usage_in_bytes", "peak": "memory.max_usage_in_bytes"},
-    2: {"usage": "memory.current", "peak": "memory.peak"},
-}
-
 
 def container_samples(
     cgroup: MemoryCgroup | None = None, shm: Path = Path("/dev/shm")
@@ -26,7 +21,7 @@ def container_samples(
     """
     cgroup = cgroup or MemoryCgroup.own()
     if cgroup is not None:
-        for state, name in _FILES[cgroup.version].items():
+        for state, name in (("usage", cgroup.names.usage), ("peak", cgroup.names.peak)):
             with contextlib.suppress(OSError, ValueError):
                 yield "wandistill_pod_memory_bytes", {"state": state}, int((cgroup.folder / name).read_text())
         limit = cgroup.tightest()

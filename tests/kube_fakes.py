@@ -77,6 +77,14 @@ class Server:
         return SimpleNamespace(data=json.dumps({"items": items}))
 
     def _read(self, name, arguments, options):
+        kinds = {
+            "read_namespaced_persistent_volume_claim": "PersistentVolumeClaim",
+            "read_namespaced_config_map": "ConfigMap",
+        }
+        if name in kinds:
+            if (kinds[name], arguments[0]) not in self.kept:
+                raise ApiError(404, f"{arguments[0]} not found")
+            return SimpleNamespace(data=json.dumps(self.kept[kinds[name], arguments[0]]))
         if arguments[0] not in self.logs:
             raise ApiError(400, f'container "pytorch" in pod "{arguments[0]}" is waiting to start')
         text = self.logs[arguments[0]]
@@ -92,13 +100,15 @@ class Server:
             yield change
 
 
-def pod(job, role="master", index=0, **status):
+def pod(job, role="master", index=0, spec=None, **status):
     """A pod of a job."""
     return {
+        "spec": spec or {},
         "metadata": {
             "name": f"{job}-{role}-{index}",
             "labels": {
                 "app.kubernetes.io/name": "wandistill",
+                "wandistill.dev/pool": "main",
                 "training.kubeflow.org/job-name": job,
                 "training.kubeflow.org/replica-type": role,
                 "training.kubeflow.org/replica-index": str(index),

@@ -17,8 +17,8 @@ from wandistill.cli import main
 from wandistill.launch import command, launcher
 node, agent, rank, *flags = sys.argv[1:]
 real = launcher.Launcher
-def faked(found, config, given):
-    return real(found, config, given, agent=(sys.executable, agent), program=(rank,))
+def faked(found, config, given, **options):
+    return real(found, config, given, **options, agent=(sys.executable, agent), program=(rank,))
 command.Launcher = faked
 sys.exit(main(["launch", *json.loads(node), "--", *flags]))
 """

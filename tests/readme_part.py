@@ -1,4 +1,4 @@
-"""A part of the README that is made from the code: printed, written (--write) or held against what is there (--check)."""
+"""A part of the README that is made from the code: printed, written (--write) or compared (--check)."""
 
 from __future__ import annotations
 

@@ -65,6 +65,9 @@ class TrainConfig:
         "teacher: a local diffusers folder, a hub id such as Wan-AI/Wan2.2-T2V-A14B-Diffusers, or 'embedded'",
         "models",
     )
+    teacher_revision: str = _option(
+        "", "branch, tag or commit of a teacher on the hub; empty: its main branch", "models"
+    )
     student_config: str = _option(
         "half",
         "student: half, quarter, 1b, or a JSON or YAML file of its layers, heads, ffn and blocks",

@@ -50,10 +50,10 @@ class Helm:
         command = [self.program, *arguments, "--kube-version", "1.34.0"]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
-    def template(self, values: list[dict], release: str = "my-run") -> subprocess.CompletedProcess[str]:
-        """`helm template` with layers of values."""
+    def template(self, values: list[dict], release: str = "my-run", *more: str) -> subprocess.CompletedProcess[str]:
+        """`helm template` with layers of values and `more` arguments."""
         flags = [part for layer in values for part in ("-f", _file(layer))]
-        return self.run("template", release, "helm/wandistill", *flags)
+        return self.run("template", release, "helm/wandistill", *flags, *more)
 
 
 _files: dict[str, str] = {}

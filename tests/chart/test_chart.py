@@ -5,6 +5,7 @@ import gzip
 import json
 import random
 import resource
+import shlex
 
 import pytest
 import yaml
@@ -12,6 +13,7 @@ import yaml
 from tests import generate_chart as chart
 from wandistill.errors import ConfigError
 from wandistill.kube import fields, tables, values
+from wandistill.kube.helm import upgrade_here
 from wandistill.kube.job import render
 from wandistill.kube.values_command import computed
 
@@ -133,6 +135,7 @@ LAYERS = {
     "everything on GPUs": [GPU, EVERYTHING, {"pools": {"main": POOL}}],
     "affinity of one's own": [CPU, {"pools": {"main": {"affinity": {"podAntiAffinity": {}}}}}],
     "weights in a folder": [GPU, {"teacher": {"path": "wan/a14b"}}],
+    "a revision": [GPU, {"teacher": {"revision": "1234abcd"}, "job": {"restarts": 0}}],
     "a hub id": [GPU, {"teacher": {"model": "Wan-AI/Wan2.2-T2V-A14B-Diffusers"}}],
     "prompts from a ConfigMap": [GPU, {"data": {"prompts": None, "configMap": {"name": "p"}}}],
     "prompts on a claim": [GPU, {"data": {"prompts": None, "existingClaim": "p", "path": "a.csv"}}],
@@ -199,6 +202,9 @@ REFUSED = [
     (CPU, {"training": {"batchsize": 1}}, "training.batchsize: 'batchsize' is not a setting"),
     (CPU, {"teacher": {"model": "wan9"}}, "teacher.model wan9: is not in the catalogue; known are wan2.1-t2v-1.3b"),
     (CPU, {"teacher": {"path": "a"}}, "teacher.path is set, but teacher.model is embedded"),
+    (CPU, {"teacher": {"revision": "v1"}}, "teacher.revision is set, but teacher.model is embedded"),
+    (GPU, {"teacher": {"revision": "v1", "path": "a"}}, "teacher.revision is set, but teacher.path is set"),
+    (GPU, {"training": {"teacher_revision": "v1"}}, "training.teacher_revision: belongs to teacher.revision"),
     (GPU, {"teacher": {"cache": {"existingClaim": ""}}}, "its weights need a claim"),
     (GPU, {"data": {"prompts": []}}, "data is empty, but teacher.model is wan2.2-t2v-a14b"),
     (GPU, {"data": {"existingClaim": "x"}}, "data has prompts and existingClaim: take one of them"),
@@ -323,6 +329,44 @@ def test_a_preset_takes_another_placement_with_other_sizes(helm):
     assert memory(before)["wandistill.dev/placement"] == "stream"
     assert memory(after)["wandistill.dev/placement"] == "disk"
     assert memory(after)["wandistill.dev/memory"] != memory(before)["wandistill.dev/memory"]
+
+
+def test_what_helm_test_makes_looks_at_claims_that_are_shared_and_at_no_others(helm):
+    def hooks(*layers):
+        made = yaml.safe_load_all(helm.template([CPU, *layers]).stdout)
+        found = [one for one in made if one and "helm.sh/hook" in (one["metadata"].get("annotations") or {})]
+        return {one["kind"]: one for one in found}
+
+    def arguments(made):
+        return made["Pod"]["spec"]["containers"][0]["args"]
+
+    assert set(hooks()) == {"Pod"} and arguments(hooks()) == ["1", "/output"]
+    two = {"pools": {"main": {"nodes": 2}}}
+    shared = hooks(two, {"teacher": {"cache": {"existingClaim": "models"}}})
+    assert arguments(shared) == ["2", "/output=runs", "/cache=models"]
+    (rule,) = shared["Role"]["rules"]
+    assert (rule["resourceNames"], rule["verbs"]) == (["runs", "models"], ["get"])
+    assert shared["Pod"]["spec"]["serviceAccountName"] == shared["ServiceAccount"]["metadata"]["name"]
+    assert shared["RoleBinding"]["subjects"][0]["name"] == shared["ServiceAccount"]["metadata"]["name"]
+    own = hooks(two, {"serviceAccount": {"name": "runner"}})
+    assert set(own) == {"Pod", "Role", "RoleBinding"} and own["Pod"]["spec"]["serviceAccountName"] == "runner"
+    made = {"existingClaim": "", "create": {"enabled": True, "accessModes": ["ReadWriteMany"]}}
+    assert set(hooks(two, {"output": made})) == {"Pod"}
+
+
+def test_advice_as_a_helm_command_makes_the_change(helm, monkeypatch):
+    monkeypatch.setenv("WANDISTILL_RELEASE", "my-run")
+    monkeypatch.setenv("WANDISTILL_RUN", "my-run-main-0123abcd")
+    monkeypatch.setenv("WANDISTILL_POOL", "main")
+    changes = {"teacher_device_strategy": "disk", "gradient_checkpointing": True, "batch_size": 2}
+    words = shlex.split(upgrade_here(changes))
+    assert words[:5] == ["helm", "upgrade", "my-run", "helm/wandistill", "--reuse-values"]
+    done = helm.template([GPU], "my-run", *words[5:])
+    assert done.returncode == 0, done.stderr
+    config = next(made for (kind, _), made in objects(done.stdout).items() if kind == "ConfigMap")
+    lines = config["data"]["train.yaml"].splitlines()
+    for line in ('teacher_device_strategy: "disk"', "gradient_checkpointing: true", "batch_size: 2"):
+        assert line in lines
 
 
 def test_generated_files_are_those_of_the_code():

@@ -70,6 +70,11 @@ def test_a_path_that_is_not_there_is_answered_with_where_it_was_looked_for(name)
         resolve_folder(name)
 
 
+def test_a_folder_has_no_revision(tiny_wan):
+    with pytest.raises(ConfigError, match="only a hub id has revisions"):
+        resolve_folder(str(tiny_wan("t2v-1.3b")), "v1")
+
+
 class TestOffline:
     """HF_HUB_OFFLINE=1, in a process of its own: huggingface_hub reads the environment when it is imported."""
 
@@ -119,7 +124,7 @@ except ConfigError as error:
         ("partial", "is only in part in /cache/snapshot"),
     ],
 )
-def test_a_download_that_fails_says_why(monkeypatch, failure, message):
+def test_a_download_that_fails_says_why(monkeypatch, tmp_path, failure, message):
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -135,23 +140,26 @@ def test_a_download_that_fails_says_why(monkeypatch, failure, message):
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match=message):
         resolve_folder("someone/wan")
 
 
-def test_only_what_a_teacher_needs_is_downloaded(monkeypatch, tiny_wan):
+def test_only_what_a_teacher_needs_is_downloaded_at_the_revision_that_is_asked_for(monkeypatch, tiny_wan, tmp_path):
     import huggingface_hub
     from huggingface_hub.utils import filter_repo_objects
 
-    asked = {}
+    asked, made = {}, tiny_wan("t2v-a14b")
 
-    def download(hub_id: str, allow_patterns: list[str]) -> str:
-        asked[hub_id] = allow_patterns
-        return str(tiny_wan("t2v-a14b"))
+    def download(hub_id: str, revision: str | None, allow_patterns: list[str], **options: object) -> str:
+        asked[hub_id, revision] = allow_patterns
+        return str(made)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    resolve_folder("Wan-AI/Wan2.2-T2V-A14B-Diffusers")
-    files = [str(path.relative_to(tiny_wan("t2v-a14b"))) for path in tiny_wan("t2v-a14b").rglob("*") if path.is_file()]
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    resolve_folder("Wan-AI/Wan2.2-T2V-A14B-Diffusers", "v1")
+    files = [str(path.relative_to(made)) for path in made.rglob("*") if path.is_file()]
     extra = ["README.md", "assets/comp_effic.png", "transformer/diffusion_pytorch_model.bin", "examples/a.mp4"]
-    (patterns,) = asked.values()
+    ((asked_for, patterns),) = asked.items()
+    assert asked_for == ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", "v1")
     assert sorted(filter_repo_objects([*files, *extra], allow_patterns=patterns)) == sorted(files)

@@ -1,6 +1,7 @@
 """submit, status, wait, logs and delete against a stand-in for the API server."""
 
 import json
+import time
 
 import kube_fakes as fakes
 import pytest
@@ -9,7 +10,10 @@ from wandistill.errors import ExitCode
 from wandistill.kube import values
 from wandistill.kube.client import Client, TimedOut
 from wandistill.kube.cluster import Cluster, ClusterError, Forbidden, NotThere, Refused
-from wandistill.kube.status import last_progress
+from wandistill.kube.job import render
+from wandistill.kube.progress import of_log
+from wandistill.metrics.exporter.api import STATE_KEY, STATE_NAME
+from wandistill.metrics.exporter.ledger import Ledger
 
 VALUES = {
     "image": {"train": {"repository": "reg.example.com/wandistill"}},
@@ -50,21 +54,69 @@ def test_status_shows_replicas_placement_memory_and_the_last_step(client, server
         server, name, fakes.condition("Created"), fakes.condition("Running"), Master={"active": 1}, Worker={"active": 1}
     )
     server.pods = [fakes.pod(name, phase="Running"), fakes.pod(name, "worker", phase="Running")]
-    server.logs[f"{name}-master-0"] = "plan: stream\ntraining 120/400 loss 0.21, 3 min 05 s left\nsomething else\n"
+    line = {"schema": 1, "progress": "training", "done": 120, "total": 400, "seconds_left": 185.2, "loss": 0.21}
+    memory = {"pod_bytes": 3 << 30, "pod_planned_bytes": 4 << 30, "pod_limit_bytes": 5 << 30}
+    server.logs[f"{name}-master-0"] = f"plan: stream\n{json.dumps(line | memory)}\nsomething else\n"
     text = client.status(name).text()
+    assert "training 120/400, loss 0.2100, 3 min 05 s left" in text
+    assert "memory: the Master's pod 3.0 GiB, planned 4.0 GiB, limit 5.0 GiB" in text
     assert f"{name}: Running (Master 1 active, Worker 1 active)" in text
     assert "placement stream" in text and "Mi of memory a pod" in text
-    assert "training 120/400, loss 0.21, 3 min 05 s left" in text
+    assert client.status(name).to_json()["progress"]["source"] == "log"
 
 
 def test_a_log_without_progress_has_none():
-    assert last_progress("plan: stream\nsomething 1/2\n") is None
+    assert of_log('plan: stream\nsomething 1/2\n{"a": 1}\n[1]\n3\n') is None
+
+
+def test_without_a_log_the_master_s_end_tells_the_last_step(client, server, name):
+    put(server, name, fakes.condition("Succeeded"))
+    server.pods = [ended(name, 0, "Completed", json.dumps({"schema": 1, "exit_code": 0, "step": 400, "loss": 0.05}))]
+    status = client.status(name)
+    assert str(status.progress) == "step 400, loss 0.0500" and status.progress.source == "termination"
+    (listed,) = client.statuses()
+    assert listed.progress == status.progress
+
+
+def test_without_pods_the_exporter_s_config_map_tells_the_last_step_and_what_went_wrong(client, server, name):
+    put(server, name, fakes.condition("Failed", "failed"))
+    ledger = Ledger()
+    (made,) = [ended(name, 1, "OOMKilled", json.dumps({"exit_code": 1, "step": 120, "loss": 0.5}))]
+    made["metadata"] |= {"uid": "1234567890ab", "namespace": "team"}
+    ledger.update(made, time.time())
+    server.kept["ConfigMap", STATE_NAME] = {"data": {STATE_KEY: ledger.to_json()}}
+    text = client.status(name).text()
+    assert "step 120, loss 0.5000, as the exporter remembers" in text
+    assert "containers that ended badly, by cause: oom 1" in text
+    assert "containers that the kernel killed for memory: 1" in text
+    del server.kept["ConfigMap", STATE_NAME]
+    assert client.status(name).progress is None
+
+
+def test_a_claim_of_several_pods_that_is_not_shared_is_told_by_status_and_submit(client, server, name):
+    claim = {"kind": "PersistentVolumeClaim", "spec": {"accessModes": ["ReadWriteOnce"]}}
+    server.kept["PersistentVolumeClaim", "runs"] = claim
+    server.pods = [fakes.pod(name, phase="Running")]
+    sentence = "claim runs is ReadWriteOnce, but 2 pods mount it: on more than one node it must be ReadWriteMany"
+    assert sentence not in client.status(name).text(), "the pods run"
+    server.pods += [fakes.pod(name, "worker", phase="Pending")]
+    assert sentence in client.status(name).text()
+    jobs = [made for made in render(values.resolve(VALUES), "my-run") if made["kind"] == "PyTorchJob"]
+    assert client.unshared(jobs)[0].startswith(sentence)
+    claim["spec"]["accessModes"] = ["ReadWriteOnce", "ReadWriteMany"]
+    assert client.unshared(jobs) == []
+    one = values.resolve(VALUES, {"pools": {"main": {"nodes": 1}}})
+    claim["spec"]["accessModes"] = ["ReadWriteOnce"]
+    assert client.unshared([made for made in render(one, "my-run") if made["kind"] == "PyTorchJob"]) == []
 
 
 def unschedulable(name):
     message = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
     reason = {"type": "PodScheduled", "status": "False", "message": message}
-    return fakes.pod(name, phase="Pending", conditions=[reason])
+    rule = {"key": "nvidia.com/gpu.product", "operator": "In", "values": ["NVIDIA-L4"]}
+    terms = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}}
+    spec = {"affinity": {"nodeAffinity": terms}, "nodeSelector": {"zone": "a"}}
+    return fakes.pod(name, spec=spec, phase="Pending", conditions=[reason])
 
 
 def waiting(name, reason, message="", key="containerStatuses", container="pytorch"):
@@ -78,7 +130,11 @@ def ended(name, code, reason="Error", message=""):
 
 
 REASONS = [
-    (unschedulable, "no node takes it: 0/3 nodes are available: 3 node(s) didn't match Pod's node affinity"),
+    (
+        unschedulable,
+        "no node takes it of pool main (it wants nvidia.com/gpu.product NVIDIA-L4, zone a): 0/3 nodes are available: "
+        "3 node(s) didn't match Pod's node affinity",
+    ),
     (lambda job: waiting(job, "ImagePullBackOff", 'Back-off pulling image "x"'), "ImagePullBackOff: Back-off pulling"),
     (lambda job: waiting(job, "CreateContainerConfigError", 'secret "hub" not found'), 'secret "hub" not found'),
     (

@@ -21,5 +21,19 @@ def test_a_missing_operator_and_a_claim_that_is_not_there_are_told(tmp_path, mon
     assert "answers 404 for kubeflow.org/v1: the Kubeflow training operator is not installed" in operator
 
 
+def test_a_claim_that_two_pods_cannot_share_is_told(tmp_path, monkeypatch):
+    (tmp_path / "namespace").write_text("team")
+    asked = []
+
+    def answer(path, account):
+        asked.append(path)
+        return {"spec": {"accessModes": ["ReadWriteOnce"]}}
+
+    monkeypatch.setattr(release_test, "_ask", answer)
+    (sentence,) = release_test.failures([f"{tmp_path}=runs", str(tmp_path)], 2, tmp_path)
+    assert sentence.startswith("claim runs is ReadWriteOnce, but 2 pods mount it")
+    assert asked == ["/apis/kubeflow.org/v1", "/api/v1/namespaces/team/persistentvolumeclaims/runs"]
+
+
 def test_without_a_cluster_the_api_does_not_answer(tmp_path):
-    assert "the API server does not answer" in release_test.failures([], tmp_path)[0]
+    assert "the API server does not answer" in release_test.failures([], 1, tmp_path)[0]

@@ -72,6 +72,20 @@ def test_the_report_holds_every_rank_the_phase_the_term_the_plan_and_commands_th
     assert all(one["command"] in text for one in found["advice"])
 
 
+def test_in_a_pod_advice_is_also_a_helm_command(question, monkeypatch):
+    assert all("helm" not in one for one in made(question).to_json()["advice"])
+    monkeypatch.setenv("WANDISTILL_RELEASE", "my-run")
+    monkeypatch.setenv("WANDISTILL_RUN", "my-run-big-cards-0123abcd")
+    monkeypatch.setenv("WANDISTILL_POOL", "big-cards")
+    found = made(question).to_json()
+    text = report.text_of(found)
+    for one in found["advice"]:
+        assert one["helm"].startswith("helm upgrade my-run helm/wandistill --reuse-values --set ")
+        assert f"or, as another job that begins anew: {one['helm']}" in text
+    placements = [one["changes"].get("teacher_device_strategy") for one in found["advice"]]
+    assert any(f"--set pools.big-cards.placement={placement}" in text for placement in placements if placement)
+
+
 def test_before_anything_was_planned_the_report_has_what_there_is():
     found = made(None).to_json()
     assert found["plan"] is None and found["advice"] == []

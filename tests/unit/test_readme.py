@@ -9,7 +9,6 @@ sys.path.insert(0, str(ROOT))
 
 from tests.readme_metrics import renewed as renewed_metrics  # noqa: E402
 from tests.readme_tree import renewed  # noqa: E402
-
 from wandistill.cli import COMMANDS  # noqa: E402
 from wandistill.config import FIELDS, PLACEMENT_ALIASES  # noqa: E402
 

@@ -81,7 +81,8 @@ def evaluate(run_dir: Path, options: Options | None = None) -> dict[str, Any]:
     options = options or Options()
     run = read_finished_run(run_dir)
     config = run.config
-    folder = open_teacher(options.teacher_path or config.teacher_path)
+    named = options.teacher_path
+    folder = open_teacher(named) if named else open_teacher(config.teacher_path, config.teacher_revision)
     student_folder = open_teacher(str(run.student))
     _require_match(folder, student_folder)
     embedded = folder.path.resolve() == embedded_teacher_path().resolve()

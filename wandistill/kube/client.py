@@ -17,7 +17,10 @@ from typing import Any
 from wandistill.errors import WandistillError
 from wandistill.kube.cluster import Cluster, ClusterError, Exists, NotThere, connect
 from wandistill.kube.job import INSTANCE, render
-from wandistill.kube.status import INDEX_LABEL, JOB_LABEL, ROLE_LABEL, JobStatus, job_status
+from wandistill.kube.progress import ROLE_LABEL, Progress, of_ends, of_exporter, of_log
+from wandistill.kube.shared_claims import claims_of, unshared
+from wandistill.kube.status import INDEX_LABEL, JOB_LABEL, JobStatus, job_status
+from wandistill.metrics.exporter.api import STATE_KEY, STATE_NAME
 
 _OURS = "app.kubernetes.io/name=wandistill"
 _LOG_LINES = 50
@@ -65,18 +68,34 @@ class Client:
         job = self.cluster.job(name)
         pods = self.cluster.pods(f"{JOB_LABEL}={name}")
         events = self.cluster.events(name)
-        for pod in pods:
-            if (pod.get("status") or {}).get("phase") == "Pending":
-                events += self.cluster.events(pod["metadata"]["name"])
-        return job_status(job, pods, events, self._master_log(pods))
+        waiting = [pod for pod in pods if (pod.get("status") or {}).get("phase") == "Pending"]
+        for pod in waiting:
+            events += self.cluster.events(pod["metadata"]["name"])
+        notes = self.unshared([job]) if waiting else []
+        progress, more = self._progress(name, pods)
+        return job_status(job, pods, events, progress, [*notes, *more])
 
     def statuses(self) -> list[JobStatus]:
-        """All jobs of wandistill in the namespace, from two lists however many there are; without their progress."""
+        """All jobs of wandistill in a namespace, by two lists however many there are; progress of ended ones only."""
         jobs = self.cluster.jobs(label_selector=_OURS)["items"]
         by_job: dict[str, list[dict[str, Any]]] = {}
         for pod in self.cluster.pods(_OURS) if jobs else []:
             by_job.setdefault(pod["metadata"]["labels"].get(JOB_LABEL, ""), []).append(pod)
-        return [job_status(job, by_job.get(job["metadata"]["name"], [])) for job in jobs]
+        found = [(job, by_job.get(_name(job), [])) for job in jobs]
+        return [job_status(job, pods, progress=of_ends(pods)) for job, pods in found]
+
+    def unshared(self, jobs: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What is wrong with the claims that several pods of these jobs together mount; one that is missing has none.
+
+        Args:
+            jobs: PyTorchJobs as they are, or as they are rendered.
+        """
+        found = [claims_of(job) for job in jobs]
+        names = dict.fromkeys(name for _, names in found for name in names)
+        counts = {name: sum(pods for pods, mounted in found if name in mounted) for name in names}
+        shared = {name: pods for name, pods in counts.items() if pods > 1}
+        told = [unshared(name, self.cluster.access_modes(name), pods) for name, pods in shared.items()]
+        return [sentence for sentence in told if sentence]
 
     def wait(self, name: str, seconds: float = _DAY) -> JobStatus:
         """The status of a job when it has ended, by a watch.
@@ -142,6 +161,13 @@ class Client:
     def _forget(self, kind: str, name: str) -> None:
         with suppress(NotThere):
             self.cluster.delete(kind, name)
+
+    def _progress(self, name: str, pods: Sequence[Mapping[str, Any]]) -> tuple[Progress | None, list[str]]:
+        """How far a job is; where no pod can tell it any more, what the exporter remembers, failures too."""
+        found = of_log(self._master_log(pods)) or of_ends(pods)
+        if found is not None or pods:
+            return found, []
+        return of_exporter(self.cluster.config(STATE_NAME).get(STATE_KEY, ""), self.cluster.namespace, name)
 
     def _master_log(self, pods: Sequence[Mapping[str, Any]]) -> str:
         for pod in pods:

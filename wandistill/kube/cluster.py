@@ -141,6 +141,32 @@ class Cluster:
         """All pods with labels, as the API writes them."""
         return self._listed("list pods", self.core.list_namespaced_pod, label_selector=selector)
 
+    def access_modes(self, claim: str) -> list[str]:
+        """How a claim may be mounted; none where it is not there or the account may not see it."""
+        with suppress(NotThere, Forbidden):
+            found = self._ask(
+                f"get claim {claim}",
+                self.core.read_namespaced_persistent_volume_claim,
+                claim,
+                self.namespace,
+                _preload_content=False,
+            )
+            return list(json.loads(found.data)["spec"].get("accessModes") or [])
+        return []
+
+    def config(self, name: str) -> dict[str, str]:
+        """What a ConfigMap holds; nothing where it is not there or the account may not see it."""
+        with suppress(NotThere, Forbidden):
+            found = self._ask(
+                f"get ConfigMap {name}",
+                self.core.read_namespaced_config_map,
+                name,
+                self.namespace,
+                _preload_content=False,
+            )
+            return dict(json.loads(found.data).get("data") or {})
+        return {}
+
     def events(self, name: str) -> list[Object]:
         """Events of an object; none where the account may not see them."""
         with suppress(Forbidden):

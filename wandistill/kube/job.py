@@ -159,9 +159,8 @@ def _config(values: Mapping[str, Any], job: JobPools, sized: PoolSizes) -> str:
         "teacher_dtype": job.pool.dtype,
         "device": "cuda" if job.pool.on_gpu else "cpu",
     }
-    path = _data_path(values)
-    if path:
-        settings["data_path"] = path
+    optional = {"data_path": _data_path(values), "teacher_revision": values["teacher"]["revision"]}
+    settings |= {name: value for name, value in optional.items() if value}
     return "".join(f"{key}: {to_json(settings[key])}\n" for key in sorted(settings))
 
 
@@ -198,11 +197,11 @@ def _spec(values: Mapping[str, Any], release: str, job: JobPools, sized: PoolSiz
             release,
             job.master.name,
             1,
-            pods.pod_spec(values, release, job.master, sized.master, sized.placement),
+            pods.pod_spec(values, release, job.master, sized.master),
         )
     }
     if job.workers is not None:
-        spec = pods.pod_spec(values, release, job.workers, sized.pod, sized.placement)
+        spec = pods.pod_spec(values, release, job.workers, sized.pod)
         replicas["Worker"] = _replica(values, release, job.workers.name, job.worker_count, spec)
     return {"nprocPerNode": str(job.master.ranks), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
 

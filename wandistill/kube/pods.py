@@ -8,6 +8,7 @@ from typing import Any
 
 from wandistill import __version__
 from wandistill.catalog import find_gpu
+from wandistill.kube import helm
 from wandistill.kube.fields import merge
 from wandistill.kube.pools import Pool
 from wandistill.kube.sizes import PodSizes
@@ -34,7 +35,7 @@ def image(values: Mapping[str, Any], which: str) -> str:
     return f"{name}@{own['digest']}" if own["digest"] else f"{name}:{own['tag'] or __version__}"
 
 
-def pod_spec(values: Mapping[str, Any], release: str, pool: Pool, sized: PodSizes, placement: str) -> Object:
+def pod_spec(values: Mapping[str, Any], release: str, pool: Pool, sized: PodSizes) -> Object:
     """The spec of a pool's pods; the job's name in it is `JOB`."""
     account, own = values["serviceAccount"]["name"], pool.values
     spec: Object = {
@@ -43,7 +44,7 @@ def pod_spec(values: Mapping[str, Any], release: str, pool: Pool, sized: PodSize
         "terminationGracePeriodSeconds": values["job"]["terminationGracePeriodSeconds"],
         "affinity": own["affinity"] or _affinity(pool),
         "tolerations": ([_GPU_TAINT] if pool.on_gpu else []) + own["tolerations"],
-        "containers": [_container(values, pool, sized, placement)],
+        "containers": [_container(values, release, pool, sized)],
         "volumes": _volumes(values, release, sized),
     }
     if account:
@@ -66,14 +67,14 @@ def _affinity(pool: Pool) -> Object:
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
 
 
-def _container(values: Mapping[str, Any], pool: Pool, sized: PodSizes, placement: str) -> Object:
+def _container(values: Mapping[str, Any], release: str, pool: Pool, sized: PodSizes) -> Object:
     return {
         "name": "pytorch",
         "image": image(values, "train"),
         "imagePullPolicy": values["image"]["train"]["pullPolicy"],
         "command": ["wandistill", "launch", "--"],
         "args": ["--config", "/etc/wandistill/train.yaml", "--resume", "auto", "--output_dir", f"/output/{JOB}"],
-        "env": _environment(values, pool, sized) + values["extraEnv"],
+        "env": _environment(values, release, pool, sized) + values["extraEnv"],
         "envFrom": values["extraEnvFrom"],
         "ports": [{"name": "metrics", "containerPort": values["metrics"]["port"], "protocol": "TCP"}],
         "resources": _resources(values, pool, sized),
@@ -83,13 +84,15 @@ def _container(values: Mapping[str, Any], pool: Pool, sized: PodSizes, placement
     }
 
 
-def _environment(values: Mapping[str, Any], pool: Pool, sized: PodSizes) -> list[Object]:
+def _environment(values: Mapping[str, Any], release: str, pool: Pool, sized: PodSizes) -> list[Object]:
     teacher = values["teacher"]
     proxy = teacher["proxy"]
     pairs = {
         "WANDISTILL_NPROC": str(pool.ranks),
-        "WANDISTILL_RUN": JOB,
-        "WANDISTILL_POOL": pool.name,
+        "WANDISTILL_RESTARTS": str(values["job"]["restarts"]),
+        helm.RELEASE: release,
+        helm.RUN: JOB,
+        helm.POOL: pool.name,
         METRICS_PORT: str(values["metrics"]["port"]),
         "OMP_NUM_THREADS": str(pool.values["threads"] or sized.threads),
         # Whatever the uid, it has no entry in the image's password file.

@@ -26,6 +26,7 @@ OWNED = {
     "sequential_teacher": "pools.<name>.placement",
     "teacher_dtype": "pools.<name>.dtype",
     "teacher_path": "teacher.model",
+    "teacher_revision": "teacher.revision",
     "student_config": "student.config",
     "data_path": "data",
     "output_dir": "output",

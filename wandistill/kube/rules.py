@@ -61,6 +61,9 @@ def _check_teacher(values: Mapping[str, Any]) -> None:
     embedded = find_teacher(teacher["model"]).name == "embedded"
     if embedded and teacher["path"]:
         raise ConfigError("teacher.path is set, but teacher.model is embedded: name the model that the folder holds.")
+    if teacher["revision"] and (embedded or teacher["path"]):
+        kept = "teacher.path is set" if teacher["path"] else "teacher.model is embedded"
+        raise ConfigError(f"teacher.revision is set, but {kept}: only weights from the hub have revisions.")
     if not embedded and not cached:
         raise ConfigError(
             f"teacher.model {teacher['model']}: its weights need a claim: set teacher.cache.existingClaim or "

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from wandistill.kube import helm
 from wandistill.kube.job import ANNOTATION, INSTANCE, Object
+from wandistill.kube.progress import CONTAINER, Progress, ends_of, report_of
 from wandistill.units import format_bytes
 
 JOB_LABEL = "training.kubeflow.org/job-name"
-ROLE_LABEL = "training.kubeflow.org/replica-type"
 INDEX_LABEL = "training.kubeflow.org/replica-index"
 OPERATORS_CONTAINER = "init-pytorch"
 PATCH = "k8s/operator"
-_CONTAINER = "pytorch"
 _ENDS = ("Succeeded", "Failed")
 _WARNINGS = ("FailedMount", "FailedAttachVolume", "FailedCreate", "FailedCreatePod", "FailedScheduling")
-_PROGRESS = re.compile(r"^(?P<what>\w[\w ]*) (?P<done>\d+)/(?P<total>\d+)(?: (?P<text>.*))?, (?P<left>.+) left$")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The last line of progress."""
-
-    what: str
-    done: int
-    total: int
-    text: str = ""
-    left: str = ""
-
-    def __str__(self) -> str:
-        tail = "".join(f", {part}" for part in (self.text, f"{self.left} left" if self.left else "") if part)
-        return f"{self.what} {self.done}/{self.total}{tail}"
 
 
 @dataclass(frozen=True)
@@ -58,7 +39,6 @@ class JobStatus:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
-        progress = self.progress
         return {
             "schema": 1,
             "name": self.name,
@@ -67,9 +47,7 @@ class JobStatus:
             "conditions": [dict(one) for one in self.conditions],
             "placement": self.placement,
             "memory": self.memory,
-            "progress": None
-            if progress is None
-            else {"what": progress.what, "done": progress.done, "total": progress.total, "text": progress.text},
+            "progress": self.progress.to_json() if self.progress else None,
             "reasons": list(self.reasons),
         }
 
@@ -84,22 +62,30 @@ class JobStatus:
             lines.append(f"  placement {self.placement}, {self.memory} of memory a pod")
         if self.progress:
             lines.append(f"  {self.progress}")
+            memory = self.progress.memory_text()
+            lines += [f"  memory: {memory}"] if memory else []
         return "\n".join([*lines, *(f"  {reason}" for reason in self.reasons)])
 
 
-def job_status(job: Object, pods: Sequence[Object], events: Sequence[Object] = (), log: str = "") -> JobStatus:
+def job_status(
+    job: Object,
+    pods: Sequence[Object],
+    events: Sequence[Object] = (),
+    progress: Progress | None = None,
+    notes: Sequence[str] = (),
+) -> JobStatus:
     """The status of a job.
 
     Args:
         pods: of the job.
         events: of the job and its pods.
-        log: the last lines of the Master's pod.
+        notes: further reasons why it does not run.
     """
     status = job.get("status") or {}
     conditions = [one for one in status.get("conditions") or [] if one.get("status") == "True"]
     state = conditions[-1]["type"] if conditions else "Created"
     annotations = job["metadata"].get("annotations") or {}
-    reasons = [] if state == "Succeeded" else _reasons(job, pods, events)
+    reasons = [] if state == "Succeeded" else [*_reasons(job, pods, events), *notes]
     if state == "Failed" and not reasons:
         reasons = [conditions[-1].get("message", "")]
     return JobStatus(
@@ -112,18 +98,9 @@ def job_status(job: Object, pods: Sequence[Object], events: Sequence[Object] = (
         [{key: one.get(key, "") for key in ("type", "reason", "message", "lastTransitionTime")} for one in conditions],
         annotations.get(f"{ANNOTATION}/placement", ""),
         annotations.get(f"{ANNOTATION}/memory", ""),
-        last_progress(log),
+        progress,
         tuple(dict.fromkeys(reasons)),
     )
-
-
-def last_progress(log: str) -> Progress | None:
-    """The last line of progress in a log, as wandistill.train.progress writes it where there is no terminal."""
-    for line in reversed(log.splitlines()):
-        match = _PROGRESS.match(line)
-        if match:
-            return Progress(match["what"], int(match["done"]), int(match["total"]), match["text"] or "", match["left"])
-    return None
 
 
 def _reasons(job: Object, pods: Sequence[Object], events: Sequence[Object]) -> list[str]:
@@ -146,25 +123,36 @@ def _pod_reasons(job: Object, pod: Object) -> list[str]:
     found = []
     for condition in status.get("conditions") or []:
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            found.append(f"{name}: no node takes it: {condition.get('message', '')}")
+            found.append(f"{name}: no node takes it{_wanted(pod)}: {condition.get('message', '')}")
     for one in status.get("initContainerStatuses") or []:
         waiting = (one.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") not in (None, "PodInitializing"):
             patch = f"; {PATCH} has the patch for it" if one["name"] == OPERATORS_CONTAINER else ""
             found.append(f"{name}: container {one['name']}: {_waiting(waiting)}{patch}")
     for one in status.get("containerStatuses") or []:
-        if one["name"] != _CONTAINER:
+        if one["name"] != CONTAINER:
             continue
         waiting = (one.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
             found.append(f"{name}: {_waiting(waiting)}")
-        for state in (one.get("lastState") or {}, one.get("state") or {}):
-            ended = state.get("terminated")
-            if ended and (ended.get("exitCode") or ended.get("reason") == "OOMKilled"):
-                found.append(f"{name}: {_ended(job, ended)}")
+    for ended in ends_of(pod):
+        if ended.get("exitCode") or ended.get("reason") == "OOMKilled":
+            found.append(f"{name}: {_ended(job, ended)}")
     if status.get("reason") == "Evicted":
         found.append(f"{name}: evicted: {status.get('message', '')}")
     return found
+
+
+def _wanted(pod: Object) -> str:
+    """The pool of a pod, and the labels that its nodes must have."""
+    spec = pod.get("spec") or {}
+    pool = (pod["metadata"].get("labels") or {}).get(f"{ANNOTATION}/pool")
+    affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+    rules = [rule for term in required.get("nodeSelectorTerms") or [] for rule in term.get("matchExpressions") or []]
+    labels = [f"{rule['key']} {' or '.join(rule.get('values') or [])}".strip() for rule in rules]
+    labels += [f"{key} {value}" for key, value in (spec.get("nodeSelector") or {}).items()]
+    return (f" of pool {pool}" if pool else "") + (f" (it wants {', '.join(labels)})" if labels else "")
 
 
 def _waiting(waiting: Mapping[str, str]) -> str:
@@ -180,35 +168,30 @@ def _explained(message: str) -> str:
     return message
 
 
-def helm_upgrade(job: Object, changes: Mapping[str, Any]) -> str:
-    """The command that makes a change of the trainer's settings in the job's release."""
-    pool = (job["metadata"].get("annotations") or {}).get(f"{ANNOTATION}/pool", "main")
-    release = (job["metadata"].get("labels") or {}).get(INSTANCE, "RELEASE")
-    keys = {
-        "teacher_device_strategy": f"pools.{pool}.placement",
-        "teacher_dtype": f"pools.{pool}.dtype",
-        "student_config": "student.config",
-    }
-    sets = " ".join(
-        f"--set {keys.get(name, f'training.{name}')}={str(value).lower() if isinstance(value, bool) else value}"
-        for name, value in changes.items()
-    )
-    return f"helm upgrade {release} helm/wandistill --reuse-values {sets}"
+def _upgrade(job: Object, changes: Mapping[str, Any]) -> str:
+    labels, annotations = (job["metadata"].get(key) or {} for key in ("labels", "annotations"))
+    named = annotations.get(f"{ANNOTATION}/pool", "main")
+    replicas = ((job.get("spec") or {}).get("pytorchReplicaSpecs") or {}).values()
+    pools = [
+        (replica["template"].get("metadata", {}).get("labels") or {}).get(f"{ANNOTATION}/pool", named)
+        for replica in replicas
+    ]
+    return helm.upgrade(labels.get(INSTANCE, "RELEASE"), list(dict.fromkeys([named, *pools])), changes)
 
 
 def _ended(job: Object, ended: Mapping[str, Any]) -> str:
     """The end of a container, from its termination message where the launcher left one."""
     how = f"{ended.get('reason', 'Error')}, exit code {ended.get('exitCode')}"
-    text = str(ended.get("message") or "").strip()
-    with suppress(ValueError, AttributeError):
-        report = json.loads(text.splitlines()[-1] if text else "")
-        parts = [str(report["message"])] if report.get("message") else []
-        for one in report.get("advice") or ():
-            parts.append(f"{one.get('why', '')}: {one.get('command', '')}")
-            if one.get("changes"):
-                parts.append(helm_upgrade(job, one["changes"]))
-        for memory in report.get("ranks") or ():
-            if isinstance(memory, Mapping) and memory.get("host_rss_bytes"):
-                parts.append(f"rank {memory.get('rank')}: {format_bytes(memory['host_rss_bytes'])} resident")
-        return f"{how}: " + "\n    ".join(parts) if parts else how
-    return f"{how}: {text.splitlines()[-1]}" if text else how
+    report = report_of(ended)
+    if not report:
+        lines = str(ended.get("message") or "").strip().splitlines()
+        return f"{how}: {lines[-1]}" if lines else how
+    parts = [str(report["message"])] if report.get("message") else []
+    for one in report.get("advice") or ():
+        parts.append(f"{one.get('why', '')}: {one.get('command', '')}")
+        if one.get("changes"):
+            parts.append(_upgrade(job, one["changes"]))
+    for memory in report.get("ranks") or ():
+        if isinstance(memory, Mapping) and memory.get("host_rss_bytes"):
+            parts.append(f"rank {memory.get('rank')}: {format_bytes(memory['host_rss_bytes'])} resident")
+    return f"{how}: " + "\n    ".join(parts) if parts else how

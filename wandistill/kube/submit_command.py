@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from wandistill.errors import ExitCode
 from wandistill.kube.client import Client
+from wandistill.kube.job import render
 from wandistill.kube.render_command import add_values, read
 
 
@@ -23,7 +25,11 @@ def run(args: argparse.Namespace) -> int:
         WandistillError: values that break a rule, or a cluster that refused.
     """
     client = Client(namespace=args.namespace)
-    names = client.submit(read(args), args.name)
+    values = read(args)
+    jobs = [made for made in render(values, args.name) if made["kind"] == "PyTorchJob"]
+    for sentence in client.unshared(jobs):
+        print(f"note: {sentence}", file=sys.stderr)
+    names = client.submit(values, args.name)
     for name in names:
         print(name, flush=True)
     failed = False

@@ -106,6 +106,7 @@ VALUES = record(
     teacher=record(
         "the model that is distilled",
         model=text("catalogue name such as wan2.2-t2v-a14b, a hub id, or embedded for the shipped one", "embedded"),
+        revision=text("branch, tag or commit of the weights on the hub; empty: the main branch"),
         path=text("folder of the weights within the cache claim, in place of the hub"),
         tokenSecret=record("secret with the hub's token", name=text("its name"), key=text("its key", "token")),
         cache=record(
@@ -188,6 +189,11 @@ VALUES = record(
     ),
     job=record(
         "the PyTorchJob",
+        restarts=integer(
+            "starts in a row, after the first, that may leave no new checkpoint; kills for memory count too",
+            4,
+            minimum=0,
+        ),
         deadlineSeconds=integer("seconds after which it is stopped; 0: none", 0, minimum=0),
         ttlSecondsAfterFinished=integer("seconds after which a finished job is deleted; -1: kept", -1, minimum=-1),
         suspend=boolean("made suspended", False),

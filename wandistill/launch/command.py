@@ -8,8 +8,12 @@ from collections.abc import Sequence
 
 from wandistill import config
 from wandistill.config import TrainConfig
-from wandistill.launch.launcher import Launcher
-from wandistill.launch.node import find_node
+from wandistill.launch.driver import check_driver
+from wandistill.launch.launcher import MOST_IDLE, Launcher
+from wandistill.launch.node import find_node, whole_number
+
+RESTARTS = "WANDISTILL_RESTARTS"
+MOST = MOST_IDLE - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("node_rank", "number of this node, from 0 (default: PET_NODE_RANK, else RANK)"),
         ("master_addr", "address of node 0 (default: MASTER_ADDR)"),
         ("master_port", "port of node 0 (default: MASTER_PORT)"),
+        ("restarts", f"tries in a row, after the first, without a new checkpoint (default: {RESTARTS}, else {MOST})"),
     ):
         parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, help=text)
     parser.add_argument("train", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="flags of wandistill train")
@@ -29,11 +34,15 @@ def run(args: argparse.Namespace) -> int:
     """Runs the job on this node; returns the exit code that tells its cause.
 
     Raises:
-        ConfigError: flags of the node or of `wandistill train` that cannot be.
+        ConfigError: flags of the node or of `wandistill train` that cannot be, or a GPU driver that is too old.
     """
     flags = args.train[1:] if args.train[:1] == ["--"] else args.train
     node = find_node(vars(args), os.environ)
-    return Launcher(node, parse_train(flags), flags).run()
+    settings = parse_train(flags)
+    if settings.device != "cpu":
+        check_driver()
+    restarts = whole_number(vars(args), os.environ, "restarts", RESTARTS)
+    return Launcher(node, settings, flags, most_idle=(MOST if restarts is None else restarts) + 1).run()
 
 
 def parse_train(flags: Sequence[str]) -> TrainConfig:

@@ -26,7 +26,7 @@ from wandistill.launch.supervisor import Supervisor
 
 # Seconds between two notes of the ranks' memory.
 _NOTE_SECONDS = 2.0
-# Tries without a new checkpoint after which another is of no use.
+# Tries in a row without a new checkpoint after which another is of no use, unless the user says otherwise.
 MOST_IDLE = 5
 _KINDS = {Shortage.KERNEL: Kind.CGROUP, Shortage.STOPPED: Kind.CGROUP, Shortage.MAPPED: Kind.SHM}
 # Ends that ask for another try, and so could for ever.
@@ -38,6 +38,7 @@ class Launcher:
 
     Args:
         flags: of `wandistill train`, as they were given.
+        most_idle: tries in a row without a new checkpoint.
         program: what each rank runs, and torchrun before it.
     """
 
@@ -47,11 +48,12 @@ class Launcher:
         config: TrainConfig,
         flags: Sequence[str],
         *,
+        most_idle: int = MOST_IDLE,
         agent: Sequence[str] = (sys.executable, "-m", "wandistill.train.agent"),
         program: Sequence[str] = ("-m", "wandistill.train"),
     ) -> None:
         self._node, self._config, self._flags = node, config, list(flags)
-        self._agent, self._program = agent, program
+        self._most_idle, self._agent, self._program = most_idle, agent, program
         self._output = Path(config.output_dir)
         self._file = state.StateFile(self._output, node.number)
         self._try = state.Try(0, time.time(), 0)
@@ -117,7 +119,7 @@ class Launcher:
             self._try = dataclasses.replace(last, code=int(ExitCode.OUT_OF_MEMORY))
             if not self._replan(found):
                 return Ending(ExitCode.OUT_OF_MEMORY, message)
-        if last.code in _RETRIED and last.idle >= MOST_IDLE and state.newest_step(self._output) <= last.step:
+        if last.code in _RETRIED and last.idle >= self._most_idle and state.newest_step(self._output) <= last.step:
             raise TrainingFailed(
                 f"{last.idle} tries in a row ended without a new checkpoint, the last one with: {last.message}. "
                 f"Look at its reason; then remove {self._file.path} to try again."

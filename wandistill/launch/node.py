@@ -63,18 +63,7 @@ def find_node(flags: Mapping[str, str | None], environment: Mapping[str, str], d
     """
 
     def number(flag: str, *names: str) -> int | None:
-        given = flags.get(flag)
-        found = (
-            [(f"--{flag}", given)] if given else [(name, environment[name]) for name in names if name in environment]
-        )
-        # `auto` is torchrun's word for as many as there are GPUs.
-        for name, text in found:
-            if text == "auto":
-                continue
-            if not text.isdigit():
-                raise ConfigError(f"{name} {text}: must be a whole number.")
-            return int(text)
-        return None
+        return whole_number(flags, environment, flag, *names)
 
     ranks = number("nproc", "WANDISTILL_NPROC", "PET_NPROC_PER_NODE") or len(list(devices.glob("nvidia[0-9]*"))) or 1
     nodes = number("nnodes", "PET_NNODES")
@@ -89,3 +78,20 @@ def find_node(flags: Mapping[str, str | None], environment: Mapping[str, str], d
     if place >= nodes:
         raise ConfigError(f"--node_rank {place}: must be below --nnodes, {nodes}.")
     return Node(ranks, nodes, place, master, port)
+
+
+def whole_number(flags: Mapping[str, str | None], environment: Mapping[str, str], flag: str, *names: str) -> int | None:
+    """What a flag says, else the first of some variables; None where all are silent.
+
+    Raises:
+        ConfigError: it is no whole number.
+    """
+    given = flags.get(flag)
+    found = [(f"--{flag}", given)] if given else [(name, environment[name]) for name in names if name in environment]
+    for name, text in found:
+        if text == "auto":  # torchrun's word for as many as there are GPUs
+            continue
+        if not text.isdigit():
+            raise ConfigError(f"{name} {text}: must be a whole number.")
+        return int(text)
+    return None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from wandistill.kube.helm import upgrade_here
 from wandistill.launch.causes import Kind
 from wandistill.launch.flags import shown
 from wandistill.launch.memory import RankMemory
@@ -80,10 +81,11 @@ class OomReport:
             request = self.question.request()
             row = plan(request).row(Placement(request.placement))
             device = on_device(self.kind, request)
-            found = [
-                remedy.to_json(self.command.start, self.command.flags, self.command.output_dir, device)
-                for remedy in remedies(request, self.kind, self.limit)
-            ]
+            found = []
+            for remedy in remedies(request, self.kind, self.limit):
+                told = remedy.to_json(self.command.start, self.command.flags, self.command.output_dir, device)
+                helm = upgrade_here(remedy.changes)
+                found.append({**told, **({"helm": helm} if helm else {})})
         except Exception as error:  # a report without a plan is better than none, and ranks wait for it
             return {"placement": self.question.config.teacher_device_strategy, "error": str(error), "term": None}, []
         phases = row.ranks[(self.rank or 0) % len(row.ranks)] if device and row.ranks else None
@@ -128,6 +130,8 @@ def text_of(report: Mapping[str, Any]) -> str:
                 f"{format_bytes(one['freed_bytes'])} less; {goes_on}",
                 f"    {one['command']}",
             ]
+            if one.get("helm"):
+                lines.append(f"    or, as another job that begins anew: {one['helm']}")
     elif planned:
         lines.append("nothing that was tried in the planner makes it fit on these machines.")
     return "\n".join(lines)

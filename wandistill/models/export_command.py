@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     directory = Path(args.dir)
     run = _read(directory)
     config = run.config
-    folder = open_teacher(run.record["teacher"]["path"])
+    folder = open_teacher(run.record["teacher"]["path"], config.teacher_revision)
     spec = student_spec(run.record["student"]["config"], folder.architecture)
     source = _find_checkpoint(directory, args.checkpoint)
     average = _has_average(config) if args.ema is None else args.ema

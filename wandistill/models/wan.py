@@ -40,15 +40,15 @@ def progress_bars_on_terminals(library: str) -> Iterator[None]:
         bars.enable_progress_bar()
 
 
-def open_teacher(path_or_id: str) -> WanFolder:
-    """Opens a teacher: `embedded`, a local folder in diffusers' WanPipeline layout, or a hub id.
+def open_teacher(path_or_id: str, revision: str = "") -> WanFolder:
+    """Opens a teacher: `embedded`, a local folder in diffusers' WanPipeline layout, or a hub id at a revision.
 
     Reads the configs and the headers of the weight files, and checks both; loads no weights.
 
     Raises:
         ConfigError: not found, incomplete, damaged, or not a text-to-video Wan in diffusers' layout.
     """
-    folder = WanFolder(path_or_id, read_files(resolve_folder(path_or_id)))
+    folder = WanFolder(path_or_id, read_files(resolve_folder(path_or_id, revision)))
     for note in folder.notes:
         _log.info(note)
     return folder

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 from wandistill.demo import embedded_teacher_path
 from wandistill.errors import ConfigError
+from wandistill.models.hub_lock import fetched_once, told
 from wandistill.models.wan_weights import read_json
+from wandistill.train.progress import Progress
 
 EMBEDDED = "embedded"
 # The text-to-video models that exist in diffusers' layout, by their hub ids.
@@ -30,12 +33,20 @@ _WANTED = [
 ]
 
 
-def resolve_folder(path_or_id: str) -> Path:
+def resolve_folder(path_or_id: str, revision: str = "") -> Path:
     """The local folder of a teacher; a hub id that is not in the cache is downloaded unless HF_HUB_OFFLINE is set.
+
+    Args:
+        revision: branch, tag or commit of a hub id; empty: the main branch.
 
     Raises:
         ConfigError: there is no such folder or hub repository, or it holds the original (not diffusers') layout.
     """
+    if revision and (path_or_id == EMBEDDED or Path(path_or_id).expanduser().exists()):
+        raise ConfigError(
+            f"--teacher_revision {revision}: only a hub id has revisions, but --teacher_path is {path_or_id}: leave it "
+            "out."
+        )
     if path_or_id == EMBEDDED:
         return embedded_teacher_path()
     path = Path(path_or_id).expanduser()
@@ -53,7 +64,7 @@ def resolve_folder(path_or_id: str) -> Path:
             f"hub id of the form OWNER/NAME: {_advice()}."
         )
     _refuse_other_ids(path_or_id)
-    return _download(path_or_id)
+    return _download(path_or_id, revision)
 
 
 def _advice() -> str:
@@ -76,13 +87,28 @@ def _refuse_other_ids(hub_id: str) -> None:
     )
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, revision: str) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     looked = f"looked for the folder {Path(hub_id).absolute()} and in the hub cache {constants.HF_HUB_CACHE}"
+    cache = Path(constants.HF_HUB_CACHE)
+    own = cache / f"models--{hub_id.replace('/', '--')}"
+    lock = cache / f".{own.name}--{(revision or 'main').replace('/', '--')}.lock"
+
+    def download() -> Path:
+        return Path(snapshot_download(hub_id, revision=revision or None, allow_patterns=_WANTED))
+
+    def total() -> int:
+        files = snapshot_download(hub_id, revision=revision or None, allow_patterns=_WANTED, dry_run=True)
+        return sum(file.file_size or 0 for file in files) if any(file.will_download for file in files) else 0
+
+    # Whichever rank downloads, rank 0 tells: it is the one whose words are read.
+    silent = constants.HF_HUB_OFFLINE or os.environ.get("RANK", "0") != "0"
+    progress = Progress("teacher MiB", 0, enabled=not silent)
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_WANTED))
+        with told(own, (lambda: 0) if silent else total, progress.tell):
+            return fetched_once(lock, download)
     except LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hugging Face hub cannot be reached"
         part = getattr(error, "snapshot_path", None)
@@ -93,10 +119,11 @@ def _download(hub_id: str) -> Path:
             "local folder."
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
+        at = f" at revision {revision}" if revision else ""
         status = getattr(getattr(error, "response", None), "status_code", None)
         answer = f"with status {status}" if status else f"with {type(error).__name__}"
         raise ConfigError(
-            f"--teacher_path {hub_id} was not found ({looked}): the Hugging Face hub answered {answer}. Check the "
+            f"--teacher_path {hub_id}{at} was not found ({looked}): the Hugging Face hub answered {answer}. Check the "
             "spelling; for a gated or private repository log in with `hf auth login`. Otherwise "
             f"{_advice()}."
         ) from error

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from wandistill.config import TrainConfig
 from wandistill.errors import ConfigError, Interrupted, PeerLost, Terminated, TrainingFailed
+from wandistill.launch.driver import check_driver
 from wandistill.train.alarm import Alarm
 from wandistill.train.watch import PeerWatch, peer_lost
 
@@ -142,6 +143,7 @@ def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
+        check_driver()
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu, or a machine with a GPU.")
     if local_size > torch.cuda.device_count():
         raise ConfigError(

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from wandistill.launch.cgroup import MemoryCgroup
 from wandistill.planner.decide import Decision
-from wandistill.planner.outcome import RankUse, profile, side_by_side
+from wandistill.planner.outcome import RankUse, planned_rank, profile, side_by_side
 from wandistill.train.distributed import World
 from wandistill.train.record import RunRecord, write_json
 from wandistill.train.student import TrainedStudent
@@ -101,6 +102,18 @@ class MemoryAccount:
         if self._on_gpu:
             self._gpu_peak = max(self._gpu_peak, torch.cuda.max_memory_allocated())
         return self._gpu_peak
+
+    def beside_plan(self) -> dict[str, float]:
+        """What `wandistill status` shows of this rank's GPU and of its pod: bytes so far, and those of the plan."""
+        found: dict[str, float] = {}
+        planned = planned_rank(self._decision, self._world.rank)
+        if self._on_gpu and planned is not None:
+            found |= {"gpu_bytes": self.gpu_peak(), "gpu_planned_bytes": planned.peak_allocated}
+        group, node = MemoryCgroup.own(), self._decision.row.node
+        limit = group.tightest() if group else None
+        if limit is not None and node is not None:
+            found |= {"pod_bytes": limit.used, "pod_planned_bytes": node.host.peak, "pod_limit_bytes": limit.limit}
+        return found
 
     def step(self, seconds: float) -> None:
         """Counts a step."""

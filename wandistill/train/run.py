@@ -143,7 +143,7 @@ def resolve(config: TrainConfig, world: World) -> Setup:
     Raises:
         ConfigError: a teacher, student, resolution or combination of settings that cannot be.
     """
-    folder = open_teacher(config.teacher_path)
+    folder = open_teacher(config.teacher_path, config.teacher_revision)
     spec = student_spec(config.student_config, folder.architecture)
     embedded = config.teacher_path == "embedded"
     on_gpu = world.device.type == "cuda"
@@ -420,7 +420,8 @@ def _run_loop(
         rate = sampler.global_batch / max(figures["step_seconds"], 1e-9)
         progress.update(
             text=f"loss {figures['loss']:.4f} {rate:.1f} samples/s teacher {figures['teacher_seconds'] * 1e3:.0f} ms "
-            f"student {figures['student_seconds'] * 1e3:.0f} ms {max(used.values()) / 2**30:.1f} GiB"
+            f"student {figures['student_seconds'] * 1e3:.0f} ms {max(used.values()) / 2**30:.1f} GiB",
+            figures=lambda: {"loss": figures["loss"], **memory.beside_plan()},
         )
 
     def is_pause(step: int) -> bool:

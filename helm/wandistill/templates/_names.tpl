@@ -12,6 +12,13 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 
+{{/* Annotations of what helm test makes and removes, in the order of its weight. */}}
+{{- define "wandistill.testHook" -}}
+helm.sh/hook: test
+helm.sh/hook-weight: {{ . | quote }}
+helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+{{- end }}
+
 {{/* The reference of an image. Takes dict "root", "which". */}}
 {{- define "wandistill.image" -}}
 {{- $own := index .root.Values.image .which -}}

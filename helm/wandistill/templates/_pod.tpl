@@ -101,6 +101,8 @@ volumes:
 {{- $certificates := ternary "/etc/wandistill-ca/ca.crt" "" (ne $teacher.caBundle.configMap "") -}}
 {{- $pairs := list
   (list "WANDISTILL_NPROC" (toString .pool.ranks))
+  (list "WANDISTILL_RESTARTS" (toString (int $values.job.restarts)))
+  (list "WANDISTILL_RELEASE" .root.Release.Name)
   (list "WANDISTILL_RUN" "@JOB@")
   (list "WANDISTILL_POOL" .pool.name)
   (list "WANDISTILL_METRICS_PORT" (toString (int $values.metrics.port)))

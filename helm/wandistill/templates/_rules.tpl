@@ -3,14 +3,16 @@
 {{- if not .Values.image.train.repository -}}
 {{- fail "image.train.repository is empty: build and push the image with 'make image IMAGE=registry.example.com/wandistill' and 'docker push registry.example.com/wandistill', then set image.train.repository to registry.example.com/wandistill." -}}
 {{- end -}}
-{{- $pods := 0 -}}
-{{- range .Values.pools }}{{ if not (kindIs "invalid" .) }}{{ $pods = add $pods (int (default 1 .nodes)) }}{{ end }}{{ end -}}
+{{- $pods := include "wandistill.podCount" . -}}
 {{- include "wandistill.checkClaim" (dict "name" "output" "own" .Values.output "needed" true "shared" (gt (int $pods) 1)) -}}
 {{- include "wandistill.checkClaim" (dict "name" "teacher.cache" "own" .Values.teacher.cache "needed" false "shared" (gt (int $pods) 1)) -}}
 {{- $teacher := .Values.teacher -}}
 {{- $embedded := eq "embedded" (include "wandistill.teacher" . | fromJson).name -}}
 {{- if and $embedded $teacher.path -}}
 {{- fail "teacher.path is set, but teacher.model is embedded: name the model that the folder holds." -}}
+{{- end -}}
+{{- if and $teacher.revision (or $embedded $teacher.path) -}}
+{{- fail (printf "teacher.revision is set, but %s: only weights from the hub have revisions." (ternary "teacher.model is embedded" "teacher.path is set" (eq $teacher.path ""))) -}}
 {{- end -}}
 {{- if and (not $embedded) (not (include "wandistill.cache" .)) -}}
 {{- fail (printf "teacher.model %s: its weights need a claim: set teacher.cache.existingClaim or teacher.cache.create.enabled." $teacher.model) -}}
@@ -35,6 +37,13 @@
 {{- fail (printf "training.%s: '%s' is not a setting of wandistill train; wandistill train --help lists them." $key $name) -}}
 {{- end -}}
 {{- end -}}
+{{- end }}
+
+{{/* The pods of all jobs of the release, which mount its claims. */}}
+{{- define "wandistill.podCount" -}}
+{{- $pods := 0 -}}
+{{- range .Values.pools }}{{ if not (kindIs "invalid" .) }}{{ $pods = add $pods (int (default 1 .nodes)) }}{{ end }}{{ end -}}
+{{- $pods -}}
 {{- end }}
 
 {{- define "wandistill.checkClaim" -}}

@@ -12,6 +12,7 @@
 {{- if $values.data.prompts }}{{ $_ := set $settings "data_path" "/etc/wandistill/prompts.txt" -}}
 {{- else if $values.data.configMap.name }}{{ $_ := set $settings "data_path" (printf "/data/%s" $values.data.configMap.key) -}}
 {{- else if $values.data.existingClaim }}{{ $_ := set $settings "data_path" (printf "/data/%s" $values.data.path) }}{{ end -}}
+{{- with $values.teacher.revision }}{{ $_ := set $settings "teacher_revision" . }}{{ end -}}
 {{- range $key := keys $settings | sortAlpha }}
 {{- printf "%s: %s\n" $key (index $settings $key | toJson) }}
 {{- end }}

@@ -11,7 +11,7 @@ from wandistill.metrics.exporter.terminations import RUN_LABEL
 
 STATE_NAME = "wandistill-exporter-state"
 LEASE_NAME = "wandistill-exporter"
-_KEY = "state.json"
+STATE_KEY = "state.json"
 # Seconds that an answer may take; a watch is asked to end by itself before.
 _TIMEOUT = 20
 Object = dict[str, Any]
@@ -119,11 +119,11 @@ class Cluster:
             if error.status == 404:
                 return "", ""
             raise
-        return (found.get("data") or {}).get(_KEY, ""), found["metadata"]["resourceVersion"]
+        return (found.get("data") or {}).get(STATE_KEY, ""), found["metadata"]["resourceVersion"]
 
     def write_state(self, text: str, version: str) -> str:
         metadata = {"name": STATE_NAME, "namespace": self._namespace}
-        body = {"metadata": metadata | ({"resourceVersion": version} if version else {}), "data": {_KEY: text}}
+        body = {"metadata": metadata | ({"resourceVersion": version} if version else {}), "data": {STATE_KEY: text}}
         if version:
             found = self._ask(self._core.replace_namespaced_config_map, STATE_NAME, self._namespace, body)
         else:

@@ -11,7 +11,7 @@ export UV_PYTHON_DOWNLOADS := never
 
 ##@ Start here
 help: ## list the targets
-	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.installed ## make .venv from the lock (fetches uv if it is missing)
 
@@ -26,7 +26,7 @@ lint: setup ## ruff, types and the torch boundary
 	$(RUN) -m mypy
 
 test: setup ## all tests that need no GPU and no cluster
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not demo and not slow" --ignore tests/chart --numprocesses auto --dist loadfile
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not demo and not slow and not cluster" --ignore tests/chart --numprocesses auto --dist loadfile
 
 test-slow: setup ## worlds of processes that are killed: every placement, real memory limits, several nodes
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m slow --ignore tests/chart
@@ -48,6 +48,17 @@ test-chart: setup ## the chart: lint, every preset, refusals, tables against the
 test-metrics: setup .tools/prometheus ## promtool on rules and alerts, a real Prometheus on every panel
 	$(RUN) -m pytest tests/metrics/promtool_checks.py tests/metrics/prometheus_checks.py
 
+##@ Kubernetes
+e2e: setup ## the cluster tests, on the cluster of KUBECONFIG, or on a cluster that is started here
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -p no:xdist -m "cluster and not full" tests/cluster
+
+e2e-full: setup ## the same with the scenarios that take long: eviction, faults, several runs
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -p no:xdist -m cluster tests/cluster
+
+e2e-down: setup ## end the cluster that `make e2e` started, and remove all that it made
+	$(RUN) -m tests.cluster.local down
+
+##@ Work on the code
 generate: setup ## renew what is made from the code: README's tree and metrics, dashboards, the chart's tables, k8s/
 	$(RUN) -m wandistill.metrics.dashboards helm/wandistill/dashboards
 	$(RUN) -m tests.readme_metrics --write
@@ -80,4 +91,4 @@ $(VENV)/.installed: pyproject.toml uv.lock
 	mv .tools/unpacked/usr/bin/promtool .tools/unpacked/usr/bin/prometheus .tools && rm -r .tools/unpacked .tools/*.deb
 	@touch $@
 
-.PHONY: help setup demo demo-others lint test test-slow test-demo test-metrics test-chart generate verify bench bench-metrics clean
+.PHONY: help setup demo demo-others lint test test-slow test-demo test-metrics test-chart e2e e2e-full e2e-down generate verify bench bench-metrics clean

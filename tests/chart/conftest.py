@@ -1,8 +1,6 @@
-"""helm for the chart's tests: of the pinned version from PATH, else built from Go modules into the cache."""
+"""helm for the chart's tests, as `tests.tools.build` gives it."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,32 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# The repository itself, for `tests.generate_chart`.
+# The repository itself, for `tests.generate_chart` and `tests.tools`.
 sys.path.insert(0, str(ROOT))
 
-VERSION = "v3.22.0"
-PACKAGE = "helm.sh/helm/v3/cmd/helm"
-
-
-def _helm() -> str:
-    """The program; Go's checksum database vouches for what is built."""
-    found = shutil.which("helm")
-    if found and _version(found).startswith(VERSION.rpartition(".")[0]):
-        return found
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    program = cache / f"wandistill/bin-helm-{VERSION}/helm"
-    if not program.exists():
-        program.parent.mkdir(parents=True, exist_ok=True)
-        if not shutil.which("go"):
-            pytest.exit(f"the chart's tests need helm {VERSION} on PATH, or Go to build it", returncode=2)
-        environment = {**os.environ, "GOBIN": str(program.parent), "CGO_ENABLED": "0"}
-        subprocess.run(["go", "install", f"{PACKAGE}@{VERSION}"], env=environment, cwd=program.parent, check=True)
-    return str(program)
-
-
-def _version(program: str) -> str:
-    done = subprocess.run([program, "version", "--template", "{{.Version}}"], capture_output=True, text=True)
-    return done.stdout.strip()
+from tests.tools.build import BuildError, tool  # noqa: E402
 
 
 class Helm:
@@ -73,4 +49,7 @@ def _file(layer: dict) -> str:
 def helm(tmp_path_factory):
     """helm, with a folder for the tests' values."""
     _folder.append(tmp_path_factory.mktemp("values"))
-    return Helm(_helm())
+    try:
+        return Helm(str(tool("helm")))
+    except BuildError as error:
+        pytest.exit(str(error), returncode=2)

@@ -1,0 +1,70 @@
+"""A cluster for the session, a namespace for each scenario, and on a failure what the namespace held."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.cluster.clusters import Cluster, current
+from tests.cluster.demo import Demo
+from tests.cluster.kubectl import Kubectl
+
+FAILED = pytest.StashKey[set[str]]()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Cluster:
+    """The cluster of $KUBECONFIG, or the local one, which is started if it does not run."""
+    return current()
+
+
+@pytest.fixture
+def namespace(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Kubectl]:
+    """An empty namespace of the test's own, with storage that all its pods may share; removed after it."""
+    with own_namespace(cluster, request.node.name.removeprefix("test_"), request.session) as kubectl:
+        yield kubectl
+
+
+@pytest.fixture(scope="session")
+def demo(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Demo]:
+    """The demo's preset, installed once for all tests that look at it, or go on from it."""
+    with own_namespace(cluster, "demo", request.session) as kubectl:
+        yield Demo.install(cluster, kubectl)
+
+
+@contextmanager
+def own_namespace(cluster: Cluster, name: str, session: pytest.Session) -> Iterator[Kubectl]:
+    """A namespace that is there for a while; with WANDISTILL_E2E_KEEP set, it stays where a test failed in it."""
+    kubectl = Kubectl(cluster.kubeconfig, "e2e-" + re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-"))
+    remove(kubectl, wait=True)
+    cluster.remove_volumes(kubectl)
+    kubectl.run("create", "namespace", kubectl.namespace)
+    cluster.make_volumes(kubectl)
+    try:
+        yield kubectl
+    finally:
+        if not (kubectl.namespace in session.stash.get(FAILED, set()) and os.environ.get("WANDISTILL_E2E_KEEP")):
+            remove(kubectl, wait=False)
+
+
+def remove(kubectl: Kubectl, wait: bool) -> None:
+    """Deletes the namespace. Its pods get seconds, where a job's own grace period gives minutes for a checkpoint."""
+    for kind in ("pytorchjobs", "pods"):
+        kubectl.run("delete", kind, "--all", "--grace-period=3", "--wait=false")
+    kubectl.run("delete", "namespace", kubectl.namespace, "--ignore-not-found", f"--wait={str(wait).lower()}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    report = yield
+    if report.failed and call.when != "teardown":
+        arguments = getattr(item, "funcargs", {})
+        for kubectl in (arguments.get("namespace"), getattr(arguments.get("demo"), "kubectl", None)):
+            if kubectl is not None:
+                item.session.stash.setdefault(FAILED, set()).add(kubectl.namespace)
+                report.sections.append((f"namespace {kubectl.namespace}", kubectl.describe()))
+    return report

@@ -1,0 +1,3 @@
+module wandistill.test/pause
+
+go 1.23

@@ -1,0 +1,56 @@
+"""The parts of the test cluster that need no cluster: its images, what runc adds, where built programs lie."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+from tests.cluster.local import images, layout, runc
+from tests.tools import build
+
+
+def test_only_a_marked_container_shares_the_machine(tmp_path: Path):
+    marked, plain = tmp_path / "marked.json", tmp_path / "plain.json"
+    shm = {"destination": "/dev/shm", "type": "tmpfs"}
+    marked.write_text(json.dumps({"process": {"env": ["PATH=/bin", "MARK=1"]}, "mounts": [shm]}))
+    plain.write_text(json.dumps({"process": {"env": ["PATH=/bin"]}, "mounts": [shm]}))
+
+    for config in (marked, plain):
+        runc.share(config, "MARK", {"/inside": "/outside"})
+
+    first, *rest = json.loads(marked.read_text())["mounts"]
+    assert (first["source"], first["destination"], first["options"]) == ("/outside", "/inside", ["rbind", "ro"])
+    assert rest == [shm]  # the pod's own mounts lie above
+    assert json.loads(plain.read_text())["mounts"] == [shm]
+
+
+def test_the_trainers_image_is_small_and_starts_the_launcher_as_another_user(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(images, "tool", lambda name: Path("/bin/true"))
+
+    archives = {path.stem: path for path in images.write_images(tmp_path)}
+
+    assert archives["train"].stat().st_size < 100_000
+    with tarfile.open(archives["train"]) as archive:
+        manifest = json.load(archive.extractfile("manifest.json"))
+        config = json.load(archive.extractfile(manifest[0]["Config"]))
+        layer = archive.extractfile(manifest[0]["Layers"][0]).read()
+    assert manifest[0]["RepoTags"] == [layout.TRAIN_IMAGE]
+    assert config["config"]["Entrypoint"] == ["wandistill", "launch"]
+    assert config["config"]["User"] == "65532:65532"
+    assert f"{layout.SHARED_MARK}=1" in config["config"]["Env"]
+    with tarfile.open(fileobj=io.BytesIO(layer)) as files:
+        assert files.getmember("opt/e2e/bin/wandistill").mode == 0o755
+
+
+def test_a_changed_pin_is_built_anew(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "helm").mkdir()
+    (tmp_path / "helm" / "go.mod").write_text("require helm.sh/helm/v3 v3.22.0\n")
+    (tmp_path / "helm" / "go.sum").write_text("")
+    monkeypatch.setattr(build, "MODULES", tmp_path)
+    before = build.bin_dir("helm")
+
+    (tmp_path / "helm" / "go.mod").write_text("require helm.sh/helm/v3 v3.22.1\n")
+
+    assert before.is_relative_to(tmp_path / "cache" / "wandistill" / "tools")
+    assert build.bin_dir("helm") != before

@@ -12,6 +12,7 @@ from wandistill.config import from_mapping
 from wandistill.models.wan import WanFolder
 from wandistill.teacher import BUILDERS, Setting
 from wandistill.teacher.base import Expert, Prompt, Teacher, TeacherOutput
+from wandistill.teacher.layout import Precision
 from wandistill.teacher.resident import ResidentTeacher
 from wandistill.train.distributed import World
 
@@ -74,8 +75,12 @@ def place(name: str, of: Setting) -> Teacher:
 
 
 def resident(of: Setting) -> ResidentTeacher:
-    """The reference: whole experts in memory, loaded by diffusers."""
+    """The reference: whole experts in memory, loaded by diffusers; in float32 where the device computes so."""
+    import torch
+
     models = {expert: of.folder.load_transformer(expert, of.dtype, "cpu") for expert in of.folder.experts}
+    if Precision.of(of.dtype, of.world.device).compute == torch.float32:
+        models = {expert: model.float() for expert, model in models.items()}
     return ResidentTeacher(
         models,
         of.world.device,

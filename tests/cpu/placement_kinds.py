@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from engine_setup import resident
 from placement_asks import answers, distance, steps
 from placement_cases import Case
 from placement_faults import FAULTS
@@ -21,7 +22,7 @@ from wandistill.errors import WandistillError
 from wandistill.models.student import build_student
 from wandistill.models.wan import WanFolder, open_teacher
 from wandistill.student_config import student_spec
-from wandistill.teacher import BUILDERS, DTYPES, Setting, pipeline, quantized, record_reader, sharded
+from wandistill.teacher import BUILDERS, DTYPES, Setting, pipeline, record_reader, sharded
 from wandistill.teacher.base import Teacher, TeacherOutput
 from wandistill.teacher.layout import Record
 from wandistill.teacher.peer_memory import PeerMemory
@@ -68,8 +69,7 @@ class Ranks:
         """What the resident teacher answers."""
         key = f"{case.teacher} {setting.dtype} {setting.config.teacher_micro_batch}"
         if key not in self._expected:
-            build = quantized.build if setting.dtype == torch.int8 else BUILDERS["gpu"]
-            teacher = build(setting)
+            teacher = BUILDERS["gpu"](setting) if setting.dtype == torch.int8 else resident(setting)
             self._expected[key] = answers(teacher, steps(setting))
             teacher.close()
         return self._expected[key]

@@ -58,8 +58,7 @@ def test_batches_are_cut_as_the_resident_teacher_cuts_them(
 def test_a_cpu_with_bfloat16_kernels_computes_in_bfloat16(
     two_experts: WanFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("resident", "layout"):
-        monkeypatch.setattr(f"wandistill.teacher.{module}.cpu_computes", lambda dtype: True)
+    monkeypatch.setattr("wandistill.teacher.layout.cpu_computes", lambda dtype: True)
     of = setting(two_experts, tmp_path, torch.bfloat16)
     requests = asks(two_experts, features=(1,))
     expected = answers(resident(of), requests)

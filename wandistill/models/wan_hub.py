@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from wandistill import catalog
 from wandistill.demo import embedded_teacher_path
 from wandistill.errors import ConfigError
 from wandistill.models.hub_lock import fetched_once, told
@@ -14,12 +15,7 @@ from wandistill.train.progress import Progress
 
 EMBEDDED = "embedded"
 # The text-to-video models that exist in diffusers' layout, by their hub ids.
-TEXT_TO_VIDEO_IDS = (
-    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-    "Wan-AI/Wan2.1-T2V-14B-Diffusers",
-    "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
-    "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-)
+TEXT_TO_VIDEO_IDS = tuple(hub_id for model in catalog.models().values() for hub_id in model.repositories)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED = [
     "model_index.json",
@@ -170,11 +166,8 @@ def _original_model(folder: Path) -> tuple[str, str] | None:
     text_to_video = "one of " + ", ".join(TEXT_TO_VIDEO_IDS)
     if config.get("model_type") in {"i2v", "flf2v"}:
         return f"{evidence}; an image-to-video one", f"a text-to-video model, {text_to_video},"
-    if any(path.is_dir() for path in experts):
-        return evidence, "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
-    by_width = {
-        1536: "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-        3072: "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-        5120: "Wan-AI/Wan2.1-T2V-14B-Diffusers",
-    }
-    return evidence, by_width.get(config.get("dim", 0), text_to_video)
+    count = 2 if any(path.is_dir() for path in experts) else 1
+    known = [model for model in catalog.models().values() if model.repositories and model.experts == count]
+    widths = {model.repositories[0]: model.architecture.hidden_size for model in known}
+    same = [hub_id for hub_id, width in widths.items() if config.get("dim", width) == width]
+    return evidence, same[0] if len(same) == 1 else text_to_video

@@ -191,7 +191,7 @@ def node_memory(
     copied = 0
     if spec.host_copy:
         copied = experts * own.total
-    elif spec.store is Store.DISK or (placement is Placement.GPU and own.wide and request.on_gpu):
+    elif spec.store is Store.DISK or (placement is Placement.GPU and own.wide):
         copied = experts * own.outer
     always.append(Term("teacher copy", copied, f"{experts} experts, shared by {ranks} ranks"))
     if copied:

@@ -1,7 +1,7 @@
 """What the frozen teacher takes on each rank's device under each placement: weights, slots, and its forward.
 
-Follows `wandistill.teacher`: `assembly` (stream, offload, disk, cpu, 8-bit gpu), `sharded`, `stage` and `pipeline`
-(gpu0, balanced, sequential, custom), `resident` (gpu).
+Follows `wandistill.teacher`: `assembly` (stream, offload, disk, cpu, and gpu where blocks are widened), `sharded`,
+`stage` and `pipeline` (gpu0, balanced, sequential, custom), `resident` (gpu).
 """
 
 from __future__ import annotations
@@ -82,9 +82,6 @@ def weight_terms(request: PlanRequest, placement: Placement, rank: int, places: 
     outer_slot = Term("teacher slots", own.outer, f"one for what lies outside the blocks, {format_bytes(own.outer)}")
     if placement is Placement.CPU:
         return []
-    if placement is Placement.GPU and not request.on_gpu:  # outside the blocks, and one block, widened for each expert
-        size = own.total + own.wide
-        return [Term("teacher weights", experts * size, f"{many}{format_bytes(size)} in {dtype}{apart}")]
     if placement is Placement.GPU:
         if own.wide:
             blocks = experts * own.layers * own.block

@@ -37,30 +37,8 @@ class Setting:
     world: World
 
 
-def _resident(setting: Setting, device: torch.device) -> Teacher:
-    from wandistill.teacher.resident import ResidentTeacher
-
-    models = {
-        expert: setting.folder.load_transformer(expert, setting.dtype, device) for expert in setting.folder.experts
-    }
-    return ResidentTeacher(
-        models,
-        device,
-        expand_timesteps=setting.folder.expand_timesteps,
-        micro_batch=setting.config.teacher_micro_batch,
-    )
-
-
-def _gpu(setting: Setting) -> Teacher:
-    if setting.config.teacher_dtype in QUANTIZED:
-        from wandistill.teacher.quantized import build
-
-        return build(setting)
-    return _resident(setting, setting.world.device)
-
-
 BUILDERS: dict[str, Callable[[Setting], Teacher]] = {
-    "gpu": _gpu,
+    "gpu": lambda setting: import_module("wandistill.teacher.gpu").build(setting),
     "gpu0": lambda setting: import_module("wandistill.teacher.gpu0").build(setting),
     "balanced": lambda setting: import_module("wandistill.teacher.balanced").build(setting),
     "sequential": lambda setting: import_module("wandistill.teacher.sequential").build(setting),

@@ -1,4 +1,4 @@
-"""The whole teacher in 8 bits on each rank's own device: what `gpu` is with `--teacher_dtype int8` or `float8`."""
+"""Placement `gpu`: the whole teacher on each rank's own device."""
 
 from __future__ import annotations
 
@@ -8,14 +8,27 @@ from wandistill.teacher.assembly import Assembly
 from wandistill.teacher.base import Teacher
 from wandistill.teacher.feeds import Mapped, ReadAhead
 from wandistill.teacher.host_memory import HostBuffers
-from wandistill.teacher.layout import OUTER
+from wandistill.teacher.layout import OUTER, Precision
+from wandistill.teacher.resident import ResidentTeacher
 
 if TYPE_CHECKING:
     from wandistill.teacher import Setting
 
 
 def build(setting: Setting) -> Teacher:
-    """Every block stays on the device, and is turned to the compute dtype when its turn comes."""
+    """With 8-bit storage, or a half dtype on a CPU without kernels for it, blocks are widened one at a time."""
+    folder, device = setting.folder, setting.world.device
+    precision = Precision.of(setting.dtype, device)
+    if precision.stored != precision.compute:
+        return _stored(setting)
+    models = {expert: folder.load_transformer(expert, setting.dtype, device) for expert in folder.experts}
+    return ResidentTeacher(
+        models, device, expand_timesteps=folder.expand_timesteps, micro_batch=setting.config.teacher_micro_batch
+    )
+
+
+def _stored(setting: Setting) -> Teacher:
+    """Every block stays on the device as it is stored, and is turned to the compute dtype when its turn comes."""
     parts = Assembly(setting, setting.world.device, direct=False)
     layout, device = parts.layout, parts.device
     copy = parts.host_copy(layout.outer_records)

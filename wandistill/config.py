@@ -181,7 +181,8 @@ class TrainConfig:
     )
     teacher_rank_trains: str = _option(
         "auto",
-        "whether gpu0's teacher rank trains a student too; no: it only answers",
+        "whether gpu0's teacher rank trains a student too; no: it only answers the others, which train as a group; "
+        "auto: no where it has no room for both",
         "teacher",
         choices=("auto", "yes", "no"),
         identity=False,

@@ -42,7 +42,9 @@ def prepare(settings: TrainConfig) -> None:
         settled = settle(setup.config, setup.folder, setup.spec, world, trains=False)
         setup = dataclasses.replace(setup, config=settled.config)
         tell_notes(setup)
-        teacher = PlacedTeacher(placement.Setting(setup.config, setup.folder, setup.dtype, world))
+        # Every rank fills caches; there is no student that the teacher's rank would have no room for.
+        everyone = dataclasses.replace(setup.config, teacher_rank_trains="yes")
+        teacher = PlacedTeacher(placement.Setting(everyone, setup.folder, setup.dtype, world))
         data = prepare_data(setup.config, setup.folder, teacher.get, world, settled.prompt_cost())
         teacher.release()
         if world.is_main:

@@ -218,7 +218,7 @@ def node_memory(
     phases = {
         "training": always,
         "loading": [*always, *_loading(request, placement, student)],
-        "export": [*(term for term in always if term.name not in _TEACHERS), _export(request, student)],
+        "export": [*(term for term in always if term.name not in _TEACHERS), _export(student)],
     }
     if not request.trains:
         del phases["export"]
@@ -256,8 +256,7 @@ def _loading(request: PlanRequest, placement: Placement, student: StudentMemory)
     return terms
 
 
-def _export(request: PlanRequest, student: StudentMemory) -> Term:
-    """At the end each rank has the whole weights on the CPU; a sharded student only rank 0."""
-    ranks = 1 if request.sharded_student else request.machines.ranks
-    each = 4 * student.bytes.parameters
-    return Term("student as exported", ranks * each, f"{ranks} ranks x {format_bytes(each)}")
+def _export(student: StudentMemory) -> Term:
+    """At the end rank 0 has the whole weights on the CPU."""
+    size = 4 * student.bytes.parameters
+    return Term("student as exported", size, f"{student.bytes.parameters / 1e6:,.1f} M parameters x 4 B")

@@ -43,7 +43,8 @@ def save(root: Path, step: int, state: dict[str, Any], trainer: dict[str, Any], 
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         world.barrier()
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(partial / "state"), no_dist=world.size == 1)
+        writer = dcp.FileSystemWriter(partial / "state")
+        dcp.save(state, storage_writer=writer, process_group=world.group, no_dist=world.size == 1)
         if world.is_main:
             (partial / "trainer.json").write_text(json.dumps({"schema": 1, "step": step, **trainer}))
             _write_manifest(partial)
@@ -126,7 +127,8 @@ def choose(root: Path, resume: str) -> tuple[Path | None, list[str]]:
 def load(path: Path, state: dict[str, Any], world: World) -> dict[str, Any]:
     """Fills the tensors of `state` in place from the checkpoint, whatever number of ranks wrote it; returns what
     trainer.json holds."""
-    dcp.load(state, storage_reader=dcp.FileSystemReader(path / "state"), no_dist=world.size == 1)
+    reader = dcp.FileSystemReader(path / "state")
+    dcp.load(state, storage_reader=reader, process_group=world.group, no_dist=world.size == 1)
     trainer = json.loads((path / "trainer.json").read_text())
     assert isinstance(trainer, dict)
     return trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -28,30 +28,41 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks of the run."""
+    """This process among the ranks of the run, or of those that train."""
 
-    rank: int
+    rank: int  # -1: it is none of them
     size: int
-    local_rank: int
+    local_rank: int  # among all ranks of the node
     local_size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None  # None: all ranks of the job
 
     @property
     def is_main(self) -> bool:
         """Whether this rank writes what is written once."""
         return self.rank == 0
 
+    @property
+    def job_rank(self) -> int:
+        """This process's rank among all ranks of the job."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this process is one of these ranks."""
+        return self.rank >= 0
+
     def barrier(self) -> None:
         """Waits for all ranks."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(self.group)
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's `value`, on every rank; it must pickle."""
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -59,7 +70,7 @@ class World:
         if self.size == 1:
             return [value]
         boxes: list[Any] = [None] * self.size
-        dist.all_gather_object(boxes, value)
+        dist.all_gather_object(boxes, value, group=self.group)
         return boxes
 
     def any(self, flag: bool) -> bool:
@@ -69,8 +80,27 @@ class World:
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` summed over the ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def broadcast_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's `tensor`, in place on every rank."""
+        if self.size > 1:
+            dist.broadcast(tensor, group=self.group, group_src=0)
+        return tensor
+
+    def without(self, rank: int) -> World:
+        """The ranks but for one, in the same order; all of them call this together, that one too."""
+        others = [other for other in range(self.size) if other != rank]
+        group = dist.new_group(others, timeout=TIMEOUT)
+        if self.rank == rank:
+            return replace(self, rank=-1, size=len(others))
+        assert isinstance(group, dist.ProcessGroup)
+        return replace(self, rank=others.index(self.rank), size=len(others), group=group)
+
+    def alone(self) -> World:
+        """This rank as a world of its own."""
+        return World(0, 1, 0, 1, self.device)
 
 
 _watch: PeerWatch | None = None

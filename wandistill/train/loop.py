@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from wandistill.config import TrainConfig
@@ -48,10 +47,15 @@ class StepFigures:
 
 
 class StopSignals:
-    """Notes SIGINT and SIGTERM, so that all ranks stop after the same step; a second Ctrl-C stops at once."""
+    """Notes SIGINT and SIGTERM, so that all ranks stop after the same step; a second Ctrl-C stops at once.
 
-    def __init__(self) -> None:
+    Args:
+        told: called with the first signal.
+    """
+
+    def __init__(self, told: Callable[[int], None] = lambda number: None) -> None:
         self.received: int | None = None
+        self._told = told
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -66,7 +70,9 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.received == signal.SIGINT:
             raise KeyboardInterrupt
-        self.received = self.received or number
+        if self.received is None:
+            self.received = number
+            self._told(number)
 
 
 class Loop:
@@ -79,6 +85,7 @@ class Loop:
         phase: wraps the parts of a step by the planner's name for them.
         on_pause: called after each step with (steps done, last); saves and draws where it is time to. `last` is set
             at the end and when a signal stops the run.
+        signal_elsewhere: the signal that a rank outside of training got, if it did.
     """
 
     def __init__(
@@ -96,12 +103,13 @@ class Loop:
         is_pause: Callable[[int], bool],
         on_pause: Callable[[int, bool], None],
         phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        signal_elsewhere: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._config, self._world, self._student, self._teacher = config, world, student, teacher
         self._sampler, self._objective, self._total = sampler, objective, total_steps
         self._on_step, self._on_nonfinite = on_step, on_nonfinite
         self._is_pause, self._on_pause, self._phase = is_pause, on_pause, phase
-        self._signals = StopSignals()
+        self._signals, self._signal_elsewhere = StopSignals(), signal_elsewhere
         self._ahead: tuple[Step, Sequence[object]] | None = None
         self._pending: StepFigures | None = None
 
@@ -166,11 +174,11 @@ class Loop:
                 lr = learning_rate(step, self._total, config.lr, config.warmup_steps)
                 set_learning_rate(student.optimizer, lr)
                 norm = student.step(step, config.max_grad_norm)
-        if self._signals.received is not None:
-            row[_SIGINT if self._signals.received == signal.SIGINT else _SIGTERM] = 1
+        received = self._signals.received or self._signal_elsewhere()
+        if received is not None:
+            row[_SIGINT if received == signal.SIGINT else _SIGTERM] = 1
         with timer.part("collective"):
-            if self._world.size > 1:
-                dist.all_reduce(row)
+            self._world.sum_(row)
         return StepFigures(step, work, lr, row, norm, timer, suspects)
 
     def _ask(self, step: int, timer: StepTimer) -> tuple[Step, Sequence[object]]:

@@ -123,7 +123,7 @@ class MemoryAccount:
         """Puts plan and measurement into run.json, and the profile beside it; all ranks call this together."""
         uses = self._world.gather(self._use(student))
         if self.detailed and self._on_gpu:
-            file = record.path.with_name(f"memory_snapshot-rank-{self._world.rank}.pickle")
+            file = record.path.with_name(f"memory_snapshot-rank-{self._world.job_rank}.pickle")
             torch.cuda.memory._dump_snapshot(str(file))
         if not self._world.is_main:
             return
@@ -140,8 +140,8 @@ class MemoryAccount:
             process = total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
         terms = _terms(student, self._world.device) if self.detailed else {}
         return RankUse(
-            rank=self._world.rank,
-            node=self._world.rank // self._world.local_size,
+            rank=self._world.job_rank,
+            node=self._world.job_rank // self._world.local_size,
             gpu_allocated=self.gpu_peak(),
             gpu_process=process,
             host_private=self._host.private,

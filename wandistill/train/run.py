@@ -18,7 +18,7 @@ import torch
 from wandistill import teacher as placement
 from wandistill.config import FIELDS, TrainConfig, from_mapping, parse_resolution
 from wandistill.data.prepare import TrainingData, prepare_data
-from wandistill.errors import ConfigError, WandistillError
+from wandistill.errors import ConfigError, PeerLost, WandistillError
 from wandistill.evaluate.report import write_report
 from wandistill.launch import records
 from wandistill.launch.memory import resident_bytes
@@ -30,6 +30,7 @@ from wandistill.models.wan import WanFolder, open_teacher
 from wandistill.planner.outcome import CACHES, planned_rank
 from wandistill.student_config import StudentSpec, student_spec
 from wandistill.teacher.base import Expert, Request, Teacher
+from wandistill.teacher.gpu0 import serving_rank
 from wandistill.teacher.quantize import check_quantization, quantization_error
 from wandistill.train import checkpoint, distributed
 from wandistill.train.batches import Sampler
@@ -42,6 +43,7 @@ from wandistill.train.progress import Progress
 from wandistill.train.rank_snapshot import RankReporter, report_rank
 from wandistill.train.record import MetricsLog, RunRecord, versions
 from wandistill.train.samples import SampleDrawer
+from wandistill.train.serving import Lead, serve
 from wandistill.train.student import TrainedStudent
 from wandistill.train.trackers import Tracker
 
@@ -58,13 +60,19 @@ class Setup:
     config: TrainConfig  # resolved: no default is left that depends on machine or teacher, once `settle` has placed it
     folder: WanFolder
     spec: StudentSpec
-    world: World
+    world: World  # the ranks that train
     dtype: torch.dtype  # of the teacher
+    job: World  # all ranks
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """What the teacher computes in: 8-bit weights are turned to bfloat16."""
         return torch.bfloat16 if self.config.teacher_dtype in placement.QUANTIZED else self.dtype
+
+    @property
+    def placement(self) -> placement.Setting:
+        """What the teacher is placed from; placements span all ranks."""
+        return placement.Setting(self.config, self.folder, self.dtype, self.job)
 
     @property
     def output_dir(self) -> Path:
@@ -73,16 +81,25 @@ class Setup:
 
 
 class PlacedTeacher:
-    """The teacher, loaded when it is first asked for: a run whose caches are full may need none."""
+    """The teacher, loaded when it is first asked for: a run whose caches are full may need none.
 
-    def __init__(self, setting: placement.Setting, reporter: RankReporter | None = None) -> None:
-        self._setting = setting
+    Args:
+        reporter: is told while the teacher loads.
+        lead: tells the rank that only computes the teacher, if there is one; on one of the others.
+    """
+
+    def __init__(
+        self, setting: placement.Setting, reporter: RankReporter | None = None, lead: Lead | None = None
+    ) -> None:
+        self._setting, self.lead = setting, lead
         self._during: Callable[[str], AbstractContextManager[Any]] = reporter.during if reporter else nullcontext
         self._teacher: Teacher | None = None
 
     def get(self) -> Teacher:
-        """The teacher at its place; all ranks call this together."""
+        """The teacher at its place; all ranks that ask it call this together."""
         if self._teacher is None:
+            if self.lead is not None:
+                self.lead.place()
             with self._during("load"):
                 self._teacher = placement.place(self._setting)
         return self._teacher
@@ -92,6 +109,15 @@ class PlacedTeacher:
         if self._teacher is not None:
             self._teacher.close()
             self._teacher = None
+
+    def end(self, error: WandistillError | None = None) -> None:
+        """Lets the rank end that only computes the teacher, if there is one: with `error` if that ended the run.
+
+        To be called last: that rank may be the one whose end is the job's, as a PyTorchJob's master is.
+        """
+        if self.lead is not None:
+            self.lead.end(error)
+            self.lead = None
 
 
 def train(config: TrainConfig) -> None:
@@ -104,27 +130,32 @@ def train(config: TrainConfig) -> None:
         config = _replanned(config, world)
         setup = resolve(config, world)
         set_precision(setup)
-        record = RunRecord(setup.output_dir, _identity(setup))
-        if _on_main(world, lambda: record.open(config.resume)):
+        if _on_main(world, lambda: RunRecord(setup.output_dir, _identity(setup)).open(config.resume)):
             _log.info(f"{setup.output_dir}: this run is finished; its student is in {setup.output_dir / 'student'}.")
             return
         with report_rank(setup.config, world) as reporter:
             settled = settle(setup.config, setup.folder, setup.spec, world)
-            setup = dataclasses.replace(setup, config=settled.config)
+            setup = _divide(dataclasses.replace(setup, config=settled.config))
             alarm.plan(settled.question(setup.folder))
-            tell_notes(setup)
-            if world.is_main:
-                record.update(**settled.to_json())
             _describe(setup, config.teacher_device_strategy, settled, reporter)
-            teacher = PlacedTeacher(placement.Setting(setup.config, setup.folder, setup.dtype, world), reporter)
-            account = MemoryAccount(world, settled.decision, detailed=config.memory_profile, on_phase=alarm.enter)
+            if not setup.world.takes_part:
+                with reporter.during("train"):
+                    serve(lambda: placement.place(setup.placement))
+                return
+            tell_notes(setup)
+            divided = setup.world is not setup.job
+            teacher = PlacedTeacher(setup.placement, reporter, Lead() if divided and setup.world.is_main else None)
+            account = MemoryAccount(setup.world, settled.decision, detailed=config.memory_profile, on_phase=alarm.enter)
             try:
                 with account as memory:
-                    _train(setup, record, settled, memory, teacher, reporter)
+                    _train(setup, settled, memory, teacher, reporter)
+                teacher.end()
             except BaseException as error:
                 # A rank that fails alone closes nothing: its peers wait for it, and so would its teacher for them.
                 if world.size == 1 or isinstance(error, distributed.SHARED):
                     teacher.release()
+                if isinstance(error, WandistillError) and not isinstance(error, PeerLost):
+                    teacher.end(error)
                 raise
 
 
@@ -135,6 +166,18 @@ def _replanned(config: TrainConfig, world: World) -> TrainConfig:
     asked = {name: getattr(config, name) for name in REPLANNED}
     changes = world.broadcast(replanned(Path(config.output_dir), asked) if world.is_main else None)
     return from_mapping({**dataclasses.asdict(config), **changes})
+
+
+def _divide(setup: Setup) -> Setup:
+    """Leaves the rank out of training that only computes the teacher, if there is one."""
+    serving = serving_rank(setup.config, setup.job)
+    if serving is None:
+        return setup
+    setup = dataclasses.replace(setup, world=setup.job.without(serving))
+    if setup.world.is_main:
+        logging.getLogger().setLevel(logging.INFO)  # rank 0 tells how the run goes; here this one is its rank 0
+        _log.info(f"rank {serving} only computes the teacher; {setup.world.size} rank(s) train")
+    return setup
 
 
 def resolve(config: TrainConfig, world: World) -> Setup:
@@ -171,13 +214,8 @@ def resolve(config: TrainConfig, world: World) -> Setup:
             "--targets cached and --feature_weight contradict each other: cached targets hold velocities, no block "
             "features. Use --targets online, or --feature_weight 0."
         )
-    if config.teacher_rank_trains == "no":
-        raise ConfigError(
-            "--teacher_rank_trains no: this version cannot leave a rank out of training; use auto, with which the "
-            "teacher's rank trains too."
-        )
     folder.latent_shape(*parse_resolution(config.resolution))
-    return Setup(config, folder, spec, world, placement.DTYPES[config.teacher_dtype])
+    return Setup(config, folder, spec, world, placement.DTYPES[config.teacher_dtype], world)
 
 
 def tell_notes(setup: Setup) -> None:
@@ -215,10 +253,13 @@ def _ineffective(config: TrainConfig, folder: WanFolder, world: World) -> list[s
 
 
 def _identity(setup: Setup) -> dict[str, Any]:
-    """What a continued run must share: the settings that shape the result, and the global batch."""
-    config, world = setup.config, setup.world
-    batch = config.batch_size * config.gradient_accumulation_steps * world.size
-    return {**config.identity(), "global_batch": batch, "student": setup.spec.to_config()}
+    """What a continued run must share, as far as it is known before it is settled which ranks train."""
+    return {**setup.config.identity(), "student": setup.spec.to_config()}
+
+
+def _global_batch(setup: Setup) -> int:
+    """Samples of an optimizer step."""
+    return setup.config.batch_size * setup.config.gradient_accumulation_steps * setup.world.size
 
 
 def set_precision(setup: Setup) -> None:
@@ -244,23 +285,22 @@ def _describe(setup: Setup, asked: str, settled: Settled, reporter: RankReporter
         student=config.student_config,
         teacher_dtype=config.teacher_dtype,
         resolution=config.resolution,
-        world_size=setup.world.size,
+        world_size=setup.job.size,
     )
     reporter.describe("wandistill_placement_info", asked=asked, resolved=config.teacher_device_strategy)
-    planned = planned_rank(settled.decision, setup.world.rank)
+    planned = planned_rank(settled.decision, setup.job.rank)
     if planned is not None and setup.world.device.type == "cuda":
         reporter.predict(planned)
 
 
 def _train(
-    setup: Setup,
-    record: RunRecord,
-    settled: Settled,
-    memory: MemoryAccount,
-    teacher: PlacedTeacher,
-    reporter: RankReporter,
+    setup: Setup, settled: Settled, memory: MemoryAccount, teacher: PlacedTeacher, reporter: RankReporter
 ) -> None:
     config, folder, spec, world = setup.config, setup.folder, setup.spec, setup.world
+    record = RunRecord(setup.output_dir, {**_identity(setup), "global_batch": _global_batch(setup)})
+    _on_main(world, lambda: record.open(config.resume))
+    if world.is_main:
+        record.update(**settled.to_json())
     root = setup.output_dir / "checkpoints"
     found, notes = _on_main(world, lambda: checkpoint.choose(root, config.resume))
     for note in notes:
@@ -295,10 +335,9 @@ def _train(
         _log.info(f"continuing from {found}")
     if world.is_main:
         sections["replans"] = replans(setup.output_dir)
-        record.begin(config, world.size, **_sections(setup, trained, total_steps, len(data)), **sections)
-    asked = teacher.get() if config.targets == "online" and first < total_steps else None
+        record.begin(config, setup.job.size, **_sections(setup, trained, total_steps, len(data)), **sections)
     with reporter.during("train"):
-        _run_loop(setup, trained, asked, data, sampler, objective, first, total_steps, record, memory, reporter)
+        _run_loop(setup, trained, teacher, data, sampler, objective, first, total_steps, record, memory, reporter)
     teacher.release()
     with reporter.during("export"):
         _finish(setup, record, trained, total_steps, data.sample_prompts[0])
@@ -307,7 +346,7 @@ def _train(
 def _length(setup: Setup, items: int) -> tuple[int, int]:
     """Samples and optimizer steps of the whole run."""
     config = setup.config
-    batch = config.batch_size * config.gradient_accumulation_steps * setup.world.size
+    batch = _global_batch(setup)
     if config.max_steps:
         return config.max_steps * batch, config.max_steps
     samples = config.num_epochs * items
@@ -339,7 +378,9 @@ def _quantization(setup: Setup, teacher: PlacedTeacher, sampler: Sampler) -> dic
     config = setup.config
     if config.teacher_dtype not in placement.QUANTIZED:
         return {}
-    reference = placement.BUILDERS["disk"](placement.Setting(config, setup.folder, torch.bfloat16, setup.world))
+    # A rank that only computes the teacher is not there to do its share of a node's work.
+    world = setup.job if setup.world is setup.job else setup.world.alone()
+    reference = placement.BUILDERS["disk"](placement.Setting(config, setup.folder, torch.bfloat16, world))
     errors = quantization_error(teacher.get(), reference, _probe_requests(setup, sampler))
     reference.close()
     if setup.world.is_main:
@@ -392,7 +433,7 @@ def _first_student(
 def _run_loop(
     setup: Setup,
     trained: TrainedStudent,
-    teacher: Teacher | None,
+    teacher: PlacedTeacher,
     data: TrainingData,
     sampler: Sampler,
     objective: Objective,
@@ -446,7 +487,7 @@ def _run_loop(
         config,
         world,
         trained,
-        teacher,
+        teacher.get() if config.targets == "online" and first < total else None,
         sampler,
         objective,
         total_steps=total,
@@ -455,6 +496,7 @@ def _run_loop(
         is_pause=is_pause,
         on_pause=on_pause,
         phase=memory.phase,
+        signal_elsewhere=teacher.lead.stop_signal if teacher.lead is not None else lambda: None,
     )
     try:
         with progress:

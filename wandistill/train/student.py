@@ -7,21 +7,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from wandistill.config import TrainConfig
@@ -33,8 +31,8 @@ from wandistill.train.optimizer import HALF_WEIGHTS, Average, build_optimizer, h
 class TrainedStudent:
     """A `Student` with everything that moves it.
 
-    accelerate carries device, DDP, mixed precision and the fp16 scaler. `--student_parallel fsdp` calls torch's
-    `fully_shard` itself, since accelerate offers FSDP2 on GPUs only, and the tests run it on CPU ranks.
+    accelerate carries mixed precision and the fp16 scaler. Its DDP spans the whole job and its FSDP2 GPUs only, so
+    torch's are called themselves: the teacher's rank may be left out, and the tests run both on CPU ranks.
 
     DDP looks for unused parameters, although there are none: only then it keeps its buckets as they are. Otherwise
     it rebuilds them after the first step, so that a resumed run of three or more ranks sums in another order.
@@ -42,11 +40,7 @@ class TrainedStudent:
 
     def __init__(self, student: Student, config: TrainConfig, world: World) -> None:
         self._config, self._world = config, world
-        self.accelerator = Accelerator(
-            cpu=world.device.type == "cpu",
-            mixed_precision=config.mixed_precision,
-            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True)],
-        )
+        self.accelerator = Accelerator(cpu=world.device.type == "cpu", mixed_precision=config.mixed_precision)
         if config.optimizer in HALF_WEIGHTS:
             half_weights(student, WanTransformer3DModel._keep_in_fp32_modules)
         student.gradient_checkpointing = config.gradient_checkpointing
@@ -61,7 +55,15 @@ class TrainedStudent:
         self.optimizer = build_optimizer(config.optimizer, self.module.parameters(), config.lr, config.weight_decay)
         self._model: nn.Module = self.module
         if not self.sharded:
-            self._model = self.accelerator.prepare_model(self.module)
+            self._model = self.accelerator.prepare_model(self.module, evaluation_mode=True)
+            if world.size > 1:
+                self._model = DistributedDataParallel(
+                    self._model,
+                    device_ids=[world.device] if world.device.type == "cuda" else None,
+                    process_group=world.group,
+                    find_unused_parameters=True,
+                    gradient_as_bucket_view=True,
+                )
         self._stepper = self.accelerator.prepare_optimizer(self.optimizer)
         self.average: Average | None = None
         if config.ema_decay > 0 and config.ema_device != "none":
@@ -93,14 +95,14 @@ class TrainedStudent:
         elif last or self._world.size == 1:
             yield
         else:
-            with self.accelerator.no_sync(self._model):
+            assert isinstance(self._model, DistributedDataParallel)
+            with self._model.no_sync():
                 yield
 
     def _average_replicated(self) -> None:
         gradients = [p.grad for p in self._replicated if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat)
-        flat /= self._world.size
+        self._world.sum_(flat).div_(self._world.size)
         for gradient, piece in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(piece.view_as(gradient))
 
@@ -140,15 +142,15 @@ class TrainedStudent:
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         self.module.to("meta")
         self._replicated = [self.module.get_parameter(name) for name in names]
-        mesh = init_device_mesh(self._world.device.type, (self._world.size,))
+        mesh = _mesh(self._world)
         for block in self.module.transformer.blocks:
             fully_shard(block, mesh=mesh, ignored_params=set(self._replicated))
         fully_shard(self.module, mesh=mesh, ignored_params=set(self._replicated))
         _fill_buffers(self.module.to_empty(device=self._world.device), buffers, self._world.device)
         self._replicated = [self.module.get_parameter(name) for name in names]
         if filled:
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-            set_model_state_dict(self.module, whole_weights if self._world.is_main else {}, options=options)
+            for name, parameter in self.module.named_parameters():
+                _fill(parameter.data, whole_weights[name], self._world)
 
     # --- state ---
 
@@ -175,15 +177,11 @@ class TrainedStudent:
         return {"scaler": scaler.state_dict() if scaler is not None else None}
 
     def full_weights(self) -> dict[str, Tensor]:
-        """The weights to export (averaged, where there is an average), whole and on the CPU; filled on rank 0 only
-        when sharded. All ranks must call it."""
-        if self.average is not None:
-            return {name: _whole(tensor).cpu() for name, tensor in self.average.weights.items()}
-        if self.sharded:
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            weights = get_model_state_dict(self.module, options=options)
-            return {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
-        return {name: parameter.detach().cpu() for name, parameter in self.module.named_parameters()}
+        """The weights to export (averaged, where there is an average), whole and on the CPU; on rank 0, and empty
+        elsewhere. All ranks must call it."""
+        weights = self.average.weights if self.average is not None else dict(self.module.named_parameters())
+        gathered = ((name, _whole(tensor.detach())) for name, tensor in weights.items())
+        return {name: tensor.cpu() for name, tensor in gathered if self._world.is_main}
 
 
 def _place(module: nn.Module, device: torch.device) -> None:
@@ -200,6 +198,22 @@ def _fill_buffers(module: nn.Module, buffers: dict[str, Tensor], device: torch.d
     for name, buffer in buffers.items():
         owner, _, key = name.rpartition(".")
         setattr(module.get_submodule(owner), key, buffer.to(device))
+
+
+def _mesh(world: World) -> DeviceMesh:
+    if world.group is None:
+        return init_device_mesh(world.device.type, (world.size,))
+    return DeviceMesh.from_group(world.group, world.device.type)
+
+
+def _fill(target: Tensor, source: Tensor, world: World) -> None:
+    """Takes over rank 0's weights of one parameter; elsewhere `source` gives its shape only."""
+    whole = source.to(world.device) if world.is_main else torch.empty_like(source, device=world.device)
+    if isinstance(target, DTensor):
+        target.copy_(distribute_tensor(whole, target.device_mesh, target.placements))
+    else:
+        world.broadcast_(whole)
+        target.copy_(whole)
 
 
 def _whole(tensor: Tensor) -> Tensor:

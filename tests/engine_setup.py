@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -118,4 +119,40 @@ def enlarge(folder: Path, *, shard: str = "1GB", dtype: torch.dtype | None = Non
             shutil.rmtree(folder / component)
             model = WanTransformer3DModel.from_config({**config, **sizes}).to(dtype or torch.float32)
             model.save_pretrained(folder / component, max_shard_size=shard)
+    return folder
+
+
+def write_random(folder: Path, *, dtype: torch.dtype | None = None, **sizes: int) -> Path:
+    """Gives the teacher in `folder` random transformers of other sizes, float32 unless told, a shard for each block.
+
+    Larger than the memory, if need be: one block is drawn, and written for all.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from wandistill.models.weights import empty_transformer
+
+    for component in ("transformer", "transformer_2"):
+        path = folder / component
+        if not path.is_dir():
+            continue
+        config = {**json.loads((path / "config.json").read_text(encoding="utf-8")), **sizes}
+        shutil.rmtree(path)
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        drawn = {
+            name: torch.randn(parameter.shape).mul_(0.02).to(dtype or torch.float32)
+            for name, parameter in empty_transformer({**config, "num_layers": 1}).named_parameters()
+        }
+        outer = {name: tensor for name, tensor in drawn.items() if not name.startswith("blocks.")}
+        block = {name.removeprefix("blocks.0."): tensor for name, tensor in drawn.items() if name not in outer}
+        shards = [outer]
+        shards += [{f"blocks.{i}.{name}": t for name, t in block.items()} for i in range(config["num_layers"])]
+        places = {}
+        for number, shard in enumerate(shards, 1):
+            file = f"diffusion_pytorch_model-{number:05d}-of-{len(shards):05d}.safetensors"
+            save_file(shard, path / file)
+            places |= dict.fromkeys(shard, file)
+        index = {"metadata": {}, "weight_map": places}
+        (path / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return folder

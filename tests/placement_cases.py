@@ -80,8 +80,7 @@ TARGETS = [
     *_each("2", COUPLED, teacher=TINY, settings={"teacher_dtype": "int8"}),
 ]
 LOSSES = [
-    *(Case("losses", "2", placement, TINY) for placement in PLACEMENTS),
-    *(Case("losses", "4", placement, TINY) for placement in (*COUPLED, "stream")),
+    *(Case("losses", world, placement, TINY) for world in ("1", "2", "4") for placement in PLACEMENTS),
     *(Case("losses", "2", placement) for placement in ("balanced", "sharded")),
 ]
 MEMORY = [Case("memory", "4", placement) for placement in ("gpu0", "balanced", "sequential", "sharded")]

@@ -39,7 +39,7 @@ class Ranks:
     """This rank's settings and references."""
 
     def __init__(self, world: World, folder: Path) -> None:
-        self.world, self.folder = world, folder
+        self.world, self.folder = world, folder  # of the teachers, and of what the ranks share
         self._teachers: dict[str, WanFolder] = {}
         self._expected: dict[str, list[TeacherOutput]] = {}
 
@@ -54,7 +54,7 @@ class Ranks:
             {
                 "teacher_path": case.teacher,
                 "output_dir": str(self.folder / "run"),
-                "device": "cpu",
+                "device": self.world.device.type,
                 "batch_size": 2,
                 "gradient_accumulation_steps": 2,
                 # A placement that is registered by a test is no choice of the flag.

@@ -44,7 +44,7 @@ SECONDS_PER_WORLD = 240.0
 KILLED_AT_ONCE = 6
 
 
-def start_rank(rank: int, ranks: int, nodes: int, port: int) -> World:
+def start_rank(rank: int, ranks: int, nodes: int, port: int, device: str = "cpu") -> World:
     """Joins a world as torchrun lets a process join."""
     local = ranks // nodes
     os.environ.update(
@@ -56,7 +56,7 @@ def start_rank(rank: int, ranks: int, nodes: int, port: int) -> World:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    return distributed.start(from_mapping({"device": "cpu"}))
+    return distributed.start(from_mapping({"device": device}))
 
 
 def run_cases(rank: int, ranks: int, nodes: int, port: int, cases: Sequence[Case], folder: Path, output: Path) -> None:

@@ -18,12 +18,13 @@ from wandistill.launch import records
 def main(arguments: list[str]) -> int:
     ranks = int(next(text for text in arguments if text.startswith("--nproc_per_node=")).split("=")[1])
     number = int(next((text for text in arguments if text.startswith("--node_rank=")), "=0").split("=")[1])
+    first = int(os.environ.get("FAKE_FIRST_RANK", number * ranks))  # nodes may have unlike numbers of ranks
     program = [text for text in arguments if not text.startswith("--n") and text != "--standalone"]
     program = [text for text in program if not text.startswith("--master")]
     running = {
-        number * ranks + local: subprocess.Popen(
+        first + local: subprocess.Popen(
             [sys.executable, *program],
-            env={**os.environ, "RANK": str(number * ranks + local), "LOCAL_RANK": str(local)},
+            env={**os.environ, "RANK": str(first + local), "LOCAL_RANK": str(local)},
             start_new_session=True,
         )
         for local in range(ranks)

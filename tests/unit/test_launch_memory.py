@@ -152,6 +152,17 @@ def test_of_several_nodes_all_end_to_be_started_again_and_read_the_new_placement
     assert len(state.replans(tmp_path / "run")) == 1
 
 
+def test_a_node_knows_its_own_ranks_where_nodes_have_unlike_numbers_of_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_FIRST_RANK", "1")  # node 0 has one rank, this one two
+    place = ["--nproc", "2", "--nnodes", "2", "--master_addr", "localhost", "--node_rank", "1"]
+    behaviour = tries(1).replace("rank == 0", "rank == 1")
+    process = start(tmp_path, behaviour, "--on_oom", "replan", node=place)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 138, printed
+    assert json.loads((tmp_path / "run" / "oom.json").read_text())["rank"] == 1
+    assert len(state.replans(tmp_path / "run")) == 1, printed
+
+
 def test_a_try_that_was_killed_whole_is_replanned_by_the_next_start(tmp_path):
     process = start(tmp_path, tries(1).replace("os.kill(os.getpid(), signal.SIGBUS)", "time.sleep(60)"))
     file = state.StateFile(tmp_path / "run", 0)

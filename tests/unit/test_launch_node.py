@@ -25,7 +25,6 @@ OPERATOR = {
 def test_the_operators_environment_gives_the_node():
     node = find_node({}, OPERATOR)
     assert node == Node(4, 3, 1, "job-master-0", 23456)
-    assert list(node.own) == [4, 5, 6, 7]
     assert node.torchrun() == [
         "--nnodes=3",
         "--node_rank=1",

@@ -189,11 +189,15 @@ class Launcher:
                 Question.from_json(self._try.question) if self._try.question else None,
                 self._try.limit,
             ).to_json()
-        elif found["rank"] is not None and found["rank"] not in self._node.own:
+        elif self._is_elsewhere(found["rank"]):
             print(f"wandistill launch: rank {found['rank']} of another node ran out of memory.", file=sys.stderr)
             return found
         self._tell(found)
         return found
+
+    def _is_elsewhere(self, rank: int | None) -> bool:
+        """Whether a rank is another node's; how many a node has is its own affair, so only the ranks know it."""
+        return rank is not None and rank not in {memory["rank"] for memory in self._try.ranks}
 
     def _tell(self, found: dict[str, Any]) -> None:
         report.write(self._output, found)
@@ -203,7 +207,7 @@ class Launcher:
         """Looks for the next placement; returns whether another try is worth it."""
         if self._config.on_oom != "replan":
             return False
-        if found["rank"] is not None and found["rank"] not in self._node.own:
+        if self._is_elsewhere(found["rank"]):
             return True  # its own launcher decides; a job that cannot go on fails there
         asked = {name: getattr(self._config, name) for name in REPLANNED}
         done = [entry["changes"] for entry in state.replans(self._output) if entry["asked"] == asked]

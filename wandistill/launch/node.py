@@ -24,16 +24,6 @@ class Node:
     master: str = ""
     port: int = _PORT
 
-    @property
-    def first_rank(self) -> int:
-        """The rank of this node's first process."""
-        return self.number * self.ranks
-
-    @property
-    def own(self) -> range:
-        """The ranks of this node."""
-        return range(self.first_rank, self.first_rank + self.ranks)
-
     def torchrun(self) -> list[str]:
         """The flags of torchrun."""
         each = [f"--nproc_per_node={self.ranks}"]

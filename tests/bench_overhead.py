@@ -30,7 +30,7 @@ def main() -> None:
     from wandistill.train.batches import Sampler
     from wandistill.train.loop import Loop
     from wandistill.train.objectives import build_objective
-    from wandistill.train.run import resolve
+    from wandistill.train.setup import resolve
     from wandistill.train.student import TrainedStudent
 
     with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ from wandistill.demo.captions import training_prompts
 from wandistill.errors import ConfigError, ExitCode
 from wandistill.planner.measured import GpuProbe, RankProbe
 from wandistill.train import distributed, placing, probe
-from wandistill.train.run import Setup, resolve
+from wandistill.train.setup import Setup, resolve
 from wandistill.units import GIB
 
 RTX_3090 = GpuProbe(

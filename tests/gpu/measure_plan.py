@@ -175,7 +175,7 @@ def predict(values: dict[str, Any], out: Path) -> None:
     from wandistill.planner.outcome import RankUse, side_by_side
     from wandistill.train import distributed
     from wandistill.train.placing import settle
-    from wandistill.train.run import resolve, set_precision
+    from wandistill.train.setup import resolve, set_precision
 
     config = from_mapping(values)
     world = distributed.start(config)

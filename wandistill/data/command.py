@@ -12,8 +12,9 @@ from wandistill import teacher as placement
 from wandistill.config import TrainConfig
 from wandistill.data.prepare import prepare_data
 from wandistill.train import distributed
+from wandistill.train.placed_teacher import PlacedTeacher
 from wandistill.train.placing import settle
-from wandistill.train.run import PlacedTeacher, resolve, tell_notes
+from wandistill.train.setup import resolve, tell_notes
 from wandistill.units import format_seconds
 
 _log = logging.getLogger(__name__)

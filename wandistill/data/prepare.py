@@ -85,7 +85,7 @@ def prepare_data(
     so that text encoder and teacher need not be in memory at once.
 
     Args:
-        config: of the run, resolved (`wandistill.train.run.resolve`).
+        config: of the run, resolved (`wandistill.train.setup.resolve`).
         folder: the teacher's folder.
         teacher: gives the placed teacher; called, on every rank alike, only if rollouts are missing. It stays the
             caller's to close.

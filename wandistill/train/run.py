@@ -5,32 +5,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from wandistill import teacher as placement
-from wandistill.config import FIELDS, TrainConfig, from_mapping, parse_resolution
+from wandistill.config import TrainConfig, parse_resolution
 from wandistill.data.prepare import TrainingData, prepare_data
-from wandistill.errors import ConfigError, PeerLost, WandistillError
+from wandistill.errors import PeerLost, WandistillError
 from wandistill.evaluate.report import write_report
-from wandistill.launch import records
 from wandistill.launch.memory import resident_bytes
-from wandistill.launch.remedy import REPLANNED
-from wandistill.launch.state import replanned, replans
+from wandistill.launch.state import replans
 from wandistill.models.export import export_student
 from wandistill.models.student import ProbeBatch, Student, build_student, choose_init, empty_student, importance_of
-from wandistill.models.wan import WanFolder, open_teacher
 from wandistill.planner.outcome import CACHES, planned_rank
-from wandistill.student_config import StudentSpec, student_spec
-from wandistill.teacher.base import Expert, Request, Teacher
-from wandistill.teacher.gpu0 import serving_rank
+from wandistill.teacher.base import Expert, Request
 from wandistill.teacher.quantize import check_quantization, quantization_error
 from wandistill.train import checkpoint, distributed
 from wandistill.train.batches import Sampler
@@ -38,12 +28,14 @@ from wandistill.train.distributed import World
 from wandistill.train.loop import Loop
 from wandistill.train.memory import MemoryAccount
 from wandistill.train.objectives import Objective, build_objective
+from wandistill.train.placed_teacher import PlacedTeacher
 from wandistill.train.placing import Settled, settle
 from wandistill.train.progress import Progress
 from wandistill.train.rank_snapshot import RankReporter, report_rank
 from wandistill.train.record import MetricsLog, RunRecord, versions
 from wandistill.train.samples import SampleDrawer
 from wandistill.train.serving import Lead, serve
+from wandistill.train.setup import Setup, divide, resolve, set_precision, tell_notes, with_replans
 from wandistill.train.student import TrainedStudent
 from wandistill.train.trackers import Tracker
 
@@ -53,73 +45,6 @@ _log = logging.getLogger(__name__)
 _PROBES = 8
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What is known before any weights are loaded."""
-
-    config: TrainConfig  # resolved: no default is left that depends on machine or teacher, once `settle` has placed it
-    folder: WanFolder
-    spec: StudentSpec
-    world: World  # the ranks that train
-    dtype: torch.dtype  # of the teacher
-    job: World  # all ranks
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """What the teacher computes in: 8-bit weights are turned to bfloat16."""
-        return torch.bfloat16 if self.config.teacher_dtype in placement.QUANTIZED else self.dtype
-
-    @property
-    def placement(self) -> placement.Setting:
-        """What the teacher is placed from; placements span all ranks."""
-        return placement.Setting(self.config, self.folder, self.dtype, self.job)
-
-    @property
-    def output_dir(self) -> Path:
-        """The run's directory."""
-        return Path(self.config.output_dir)
-
-
-class PlacedTeacher:
-    """The teacher, loaded when it is first asked for: a run whose caches are full may need none.
-
-    Args:
-        reporter: is told while the teacher loads.
-        lead: tells the rank that only computes the teacher, if there is one; on one of the others.
-    """
-
-    def __init__(
-        self, setting: placement.Setting, reporter: RankReporter | None = None, lead: Lead | None = None
-    ) -> None:
-        self._setting, self.lead = setting, lead
-        self._during: Callable[[str], AbstractContextManager[Any]] = reporter.during if reporter else nullcontext
-        self._teacher: Teacher | None = None
-
-    def get(self) -> Teacher:
-        """The teacher at its place; all ranks that ask it call this together."""
-        if self._teacher is None:
-            if self.lead is not None:
-                self.lead.place()
-            with self._during("load"):
-                self._teacher = placement.place(self._setting)
-        return self._teacher
-
-    def release(self) -> None:
-        """Gives its memory back; `get` loads it again."""
-        if self._teacher is not None:
-            self._teacher.close()
-            self._teacher = None
-
-    def end(self, error: WandistillError | None = None) -> None:
-        """Lets the rank end that only computes the teacher, if there is one: with `error` if that ended the run.
-
-        To be called last: that rank may be the one whose end is the job's, as a PyTorchJob's master is.
-        """
-        if self.lead is not None:
-            self.lead.end(error)
-            self.lead = None
-
-
 def train(config: TrainConfig) -> None:
     """Trains, or continues, or finds the run finished.
 
@@ -127,7 +52,7 @@ def train(config: TrainConfig) -> None:
         WandistillError: with the exit code and the sentence for the user.
     """
     with distributed.joined(config) as (world, alarm):
-        config = _replanned(config, world)
+        config = with_replans(config, world)
         setup = resolve(config, world)
         set_precision(setup)
         if _on_main(world, lambda: RunRecord(setup.output_dir, _identity(setup)).open(config.resume)):
@@ -135,7 +60,7 @@ def train(config: TrainConfig) -> None:
             return
         with report_rank(setup.config, world) as reporter:
             settled = settle(setup.config, setup.folder, setup.spec, world)
-            setup = _divide(dataclasses.replace(setup, config=settled.config))
+            setup = divide(dataclasses.replace(setup, config=settled.config))
             alarm.plan(settled.question(setup.folder))
             _describe(setup, config.teacher_device_strategy, settled, reporter)
             if not setup.world.takes_part:
@@ -159,99 +84,6 @@ def train(config: TrainConfig) -> None:
                 raise
 
 
-def _replanned(config: TrainConfig, world: World) -> TrainConfig:
-    """With the placement that `wandistill launch` changed after memory had run out; all nodes read the same one."""
-    if config.on_oom != "replan":
-        return config
-    asked = {name: getattr(config, name) for name in REPLANNED}
-    changes = world.broadcast(replanned(Path(config.output_dir), asked) if world.is_main else None)
-    return from_mapping({**dataclasses.asdict(config), **changes})
-
-
-def _divide(setup: Setup) -> Setup:
-    """Leaves the rank out of training that only computes the teacher, if there is one."""
-    serving = serving_rank(setup.config, setup.job)
-    if serving is None:
-        return setup
-    setup = dataclasses.replace(setup, world=setup.job.without(serving))
-    if setup.world.is_main:
-        logging.getLogger().setLevel(logging.INFO)  # rank 0 tells how the run goes; here this one is its rank 0
-        _log.info(f"rank {serving} only computes the teacher; {setup.world.size} rank(s) train")
-    return setup
-
-
-def resolve(config: TrainConfig, world: World) -> Setup:
-    """Opens the teacher and settles every default that depends on it or on the machine.
-
-    Raises:
-        ConfigError: a teacher, student, resolution or combination of settings that cannot be.
-    """
-    folder = open_teacher(config.teacher_path, config.teacher_revision)
-    spec = student_spec(config.student_config, folder.architecture)
-    embedded = config.teacher_path == "embedded"
-    on_gpu = world.device.type == "cuda"
-    size = spec.image_size
-    default_resolution = f"{size}x{size}" if size else ("64x64" if embedded else "832x480")
-    dtype = config.teacher_dtype if config.teacher_dtype != "auto" else ("bfloat16" if on_gpu else "float32")
-    config = dataclasses.replace(
-        config,
-        device=world.device.type,
-        teacher_dtype=dtype,
-        resolution=config.resolution or default_resolution,
-        flow_shift=config.flow_shift or folder.flow_shift,
-        guidance_scale_2=config.guidance_low,
-        init=spec.init or config.init,
-    )
-    if not config.data_path and not embedded:
-        raise ConfigError(
-            "--data_path is missing: give a file of prompts (.txt, .csv, .jsonl, .parquet) or a folder of captioned "
-            "images. Only the embedded teacher brings prompts of its own."
-        )
-    if config.mixed_precision == "fp16" and not on_gpu:
-        raise ConfigError("--mixed_precision fp16: needs a GPU; on a CPU use no, or bf16 where the CPU has it.")
-    if config.targets == "cached" and config.feature_weight > 0:
-        raise ConfigError(
-            "--targets cached and --feature_weight contradict each other: cached targets hold velocities, no block "
-            "features. Use --targets online, or --feature_weight 0."
-        )
-    folder.latent_shape(*parse_resolution(config.resolution))
-    return Setup(config, folder, spec, world, placement.DTYPES[config.teacher_dtype], world)
-
-
-def tell_notes(setup: Setup) -> None:
-    """Says on rank 0 what teacher and student leave out, and which settings change nothing."""
-    if setup.world.is_main:
-        ineffective = _ineffective(setup.config, setup.folder, setup.world)
-        for text in [*setup.folder.notes, *setup.spec.notes, *ineffective]:
-            _log.warning(f"note: {text}")
-
-
-def _ineffective(config: TrainConfig, folder: WanFolder, world: World) -> list[str]:
-    """Settings that change nothing in this run."""
-    strategy = config.teacher_device_strategy
-
-    def only(places: tuple[str, ...], setting: str) -> tuple[bool, str]:
-        changed = getattr(config, setting) != FIELDS[setting].default
-        return changed and strategy not in places, f"--{setting}: only {' and '.join(places)} read it, not {strategy}"
-
-    found = [
-        only(("cpu", "offload", "stream"), "share_teacher"),
-        only(("cpu", "offload", "stream"), "share_dir"),
-        only(("gpu0",), "teacher_rank"),
-        only(("gpu0",), "teacher_rank_trains"),
-        only(("custom",), "teacher_device_map"),
-        only(("balanced", "sequential"), "max_memory"),
-        only(("stream",), "resident_blocks"),
-        only(("disk",), "disk_buffer"),
-        (config.ema_device != "gpu" and config.ema_decay == 0, "--ema_device: --ema_decay is 0, there is no average"),
-        (config.student_parallel == "fsdp" and world.size == 1, "--student_parallel fsdp: one rank shards nothing"),
-        (bool(config.sample_prompts) and not config.save_samples, "--sample_prompts: --no_save_samples draws none"),
-        (config.on_oom == "replan" and records.folder() is None, "--on_oom replan: only wandistill launch starts anew"),
-        (len(folder.experts) == 1 and config.init in ("average", "high"), f"--init {config.init}: there is one expert"),
-    ]
-    return [f"{text}; it has no effect here." for applies, text in found if applies]
-
-
 def _identity(setup: Setup) -> dict[str, Any]:
     """What a continued run must share, as far as it is known before it is settled which ranks train."""
     return {**setup.config.identity(), "student": setup.spec.to_config()}
@@ -260,17 +92,6 @@ def _identity(setup: Setup) -> dict[str, Any]:
 def _global_batch(setup: Setup) -> int:
     """Samples of an optimizer step."""
     return setup.config.batch_size * setup.config.gradient_accumulation_steps * setup.world.size
-
-
-def set_precision(setup: Setup) -> None:
-    """Sets torch's precision and determinism for the whole process."""
-    if setup.world.device.type != "cuda":
-        return
-    torch.set_float32_matmul_precision("highest" if setup.config.deterministic else "high")
-    torch.backends.cudnn.allow_tf32 = not setup.config.deterministic
-    if setup.config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
 
 
 def _describe(setup: Setup, asked: str, settled: Settled, reporter: RankReporter) -> None:

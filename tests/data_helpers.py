@@ -40,7 +40,7 @@ class ProcessWorld(World):
 
 def world(rank: int = 0, size: int = 1, gate: Any = None) -> ProcessWorld:
     """One rank on the CPU."""
-    return ProcessWorld(rank, size, rank, size, torch.device("cpu"), gate)
+    return ProcessWorld(rank, size, rank, size, torch.device("cpu"), gate=gate)
 
 
 def run_processes(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

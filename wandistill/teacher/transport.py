@@ -7,7 +7,6 @@ the group, from 0, in the order of their ranks.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,8 +34,8 @@ def job_members(world: World) -> list[int]:
 
 
 def node_members(world: World) -> list[int]:
-    """The ranks of this rank's node; a node is one torchrun agent."""
-    nodes = world.gather(os.environ.get("GROUP_RANK", "0"))
+    """The ranks of this rank's node."""
+    nodes = world.gather(world.node)
     return [rank for rank, node in enumerate(nodes) if node == nodes[world.rank]]
 
 

@@ -35,6 +35,7 @@ class World:
     local_rank: int  # among all ranks of the node
     local_size: int
     device: torch.device
+    node: int = 0  # a node is one torchrun agent; they may have unlike numbers of ranks
     group: dist.ProcessGroup | None = None  # None: all ranks of the job
 
     @property
@@ -100,7 +101,7 @@ class World:
 
     def alone(self) -> World:
         """This rank as a world of its own."""
-        return World(0, 1, 0, 1, self.device)
+        return World(0, 1, 0, 1, self.device, self.node)
 
 
 _watch: PeerWatch | None = None
@@ -165,7 +166,8 @@ def start(config: TrainConfig) -> World:
         global _watch
         _watch = PeerWatch()
     rank = dist.get_rank() if launched else 0
-    return World(rank, ranks if launched else 1, local_rank, local_size, device)
+    node = int(os.environ.get("GROUP_RANK", "0"))
+    return World(rank, ranks if launched else 1, local_rank, local_size, device, node)
 
 
 def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:

@@ -141,7 +141,7 @@ class MemoryAccount:
         terms = _terms(student, self._world.device) if self.detailed else {}
         return RankUse(
             rank=self._world.job_rank,
-            node=self._world.job_rank // self._world.local_size,
+            node=self._world.node,
             gpu_allocated=self.gpu_peak(),
             gpu_process=process,
             host_private=self._host.private,

@@ -61,7 +61,7 @@ def probe_machine(world: World, teacher: Path, output_dir: Path) -> RankProbe:
     limit = cgroup.tightest() if cgroup else None
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     return RankProbe(
-        node=world.rank // world.local_size,
+        node=world.node,
         gpu=gpu,
         host_available=available_bytes(),
         host_limit=limit.limit if limit else None,

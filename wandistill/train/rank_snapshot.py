@@ -48,7 +48,7 @@ class RankReporter:
 
     def __init__(self, world: World, folder: Path | None, *, interval: float = INTERVAL) -> None:
         self._world, self._folder, self._interval = world, folder, interval
-        self._snapshot = snapshot.mine(world.rank, world.local_rank, int(os.environ.get("GROUP_RANK", "0")))
+        self._snapshot = snapshot.mine(world.rank, world.local_rank, world.node)
         self._phase = "start"
         self._predicted: dict[str, list[Sample]] = {}
         self._facts: dict[str, list[Sample]] = {}
@@ -188,7 +188,7 @@ def report_rank(config: TrainConfig, world: World) -> Iterator[RankReporter]:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             run = os.environ.get("WANDISTILL_RUN") or output_dir.name
             pool = os.environ.get("WANDISTILL_POOL") or "local"
-            state = PodState(run, pool, int(os.environ.get("GROUP_RANK", "0")))
+            state = PodState(run, pool, world.node)
             stack.callback(serve(state, folder, config.metrics_port).close)
         yield stack.enter_context(RankReporter(world, folder, interval=INTERVAL))
 

@@ -50,9 +50,11 @@ test-metrics: setup .tools/prometheus ## promtool on rules and alerts, a real Pr
 
 ##@ Kubernetes
 e2e: setup ## the cluster tests, on the cluster of KUBECONFIG, or on a cluster that is started here
+	[ -n "$$KUBECONFIG" ] || $(RUN) -m tests.cluster.local up
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -p no:xdist -m "cluster and not full" tests/cluster
 
-e2e-full: setup ## the same with the scenarios that take long: eviction, faults, several runs
+e2e-full: setup ## the same with the scenarios that take long or change seldom
+	[ -n "$$KUBECONFIG" ] || $(RUN) -m tests.cluster.local up
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -p no:xdist -m cluster tests/cluster
 
 e2e-down: setup ## end the cluster that `make e2e` started, and remove all that it made

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tests.cluster.clusters import Cluster
 from tests.cluster.kubectl import Kubectl
@@ -58,15 +61,8 @@ class Release:
 
     def _helm(self, action: str, preset: str | None, values: dict[str, Any]) -> str:
         files = ["-f", str(CHART / "presets" / f"{preset}.yaml")] if preset else []
-        return self._run(
-            action,
-            self.name,
-            str(CHART),
-            *files,
-            "-f",
-            "-",
-            stdin=json.dumps(small(self.cluster) | values),
-        )
+        given = json.dumps(small(self.cluster) | values)
+        return self._run(action, self.name, str(CHART), *files, "-f", "-", stdin=given)
 
     def _run(self, *arguments: str, stdin: str | None = None) -> str:
         command = [
@@ -78,6 +74,16 @@ class Release:
         if done.returncode:
             raise HelmError(done.stderr.strip())
         return done.stdout
+
+
+def computed(cluster: Cluster, folder: Path, preset: str = "cpu-demo", **values: Any) -> dict[str, Any]:
+    """Values of pools outside the chart's tables, with the sizes that `wandistill values` computes for them."""
+    file = folder / "values.yaml"
+    file.write_text(json.dumps(small(cluster) | values))
+    command = [sys.executable, "-m", "wandistill", "values", "-f", str(CHART / "presets" / f"{preset}.yaml")]
+    done = subprocess.run([*command, "-f", str(file)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return values | yaml.safe_load(done.stdout)
 
 
 def small(cluster: Cluster) -> dict[str, Any]:

@@ -42,8 +42,9 @@ class Claim:
         """A run's metrics.jsonl, a dictionary a step."""
         return [json.loads(line) for line in self.run("cat", f"/output/{run}/metrics.jsonl").splitlines()]
 
-    def names(self, path: str) -> list[str]:
-        return self.run("ls", f"/output/{path}").split()
+    def losses(self, run: str) -> dict[int, float]:
+        """A run's losses by step."""
+        return {line["step"]: line["loss"] for line in self.metrics(run)}
 
     def load_student(self, run: str) -> dict[str, Any]:
         """Opens the student in stock diffusers and draws one picture with it."""

@@ -11,7 +11,8 @@ from tests.cluster.kubectl import Kubectl
 from tests.cluster.local import layout
 from tests.cluster.local.__main__ import up
 
-VOLUMES_EACH = 4
+# The claims that tests make: each namespace has a volume for each, and takes no other's.
+CLAIMS = ("output", "demo-output", "shared", "distil-cpu-demo-output")
 # What a cluster of the user's own has to say beside its kubeconfig.
 SETTINGS = ("WANDISTILL_E2E_TRAIN_IMAGE", "WANDISTILL_E2E_CONTROL_IMAGE", "WANDISTILL_E2E_STORAGE_CLASS")
 
@@ -32,7 +33,7 @@ class Cluster:
             kubectl.apply(storage_class(self.storage_class))
             for name in volume_names(kubectl):
                 (layout.VOLUMES / name).mkdir(parents=True, exist_ok=True)
-            kubectl.apply(*(volume(name, self.storage_class) for name in volume_names(kubectl)))
+            kubectl.apply(*(volume(kubectl.namespace, claim, self.storage_class) for claim in CLAIMS))
 
     def remove_volumes(self, kubectl: Kubectl) -> None:
         if self.local:
@@ -61,7 +62,7 @@ def current() -> Cluster:
 
 
 def volume_names(kubectl: Kubectl) -> list[str]:
-    return [f"{kubectl.namespace}-{number}" for number in range(VOLUMES_EACH)]
+    return [f"{kubectl.namespace}-{claim}" for claim in CLAIMS]
 
 
 def storage_class(name: str) -> dict:
@@ -74,8 +75,9 @@ def storage_class(name: str) -> dict:
     }
 
 
-def volume(name: str, storage: str) -> dict:
+def volume(namespace: str, claim: str, storage: str) -> dict:
     """A volume of type `local` and not hostPath: the kubelet gives it to the pod's fsGroup, as on a real share."""
+    name = f"{namespace}-{claim}"
     terms = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": list(layout.NODES)}]}]
     return {
         "apiVersion": "v1",
@@ -86,6 +88,7 @@ def volume(name: str, storage: str) -> dict:
             "accessModes": ["ReadWriteOnce", "ReadWriteMany"],
             "persistentVolumeReclaimPolicy": "Retain",
             "storageClassName": storage,
+            "claimRef": {"namespace": namespace, "name": claim},
             "local": {"path": str(layout.VOLUMES / name)},
             "nodeAffinity": {"required": {"nodeSelectorTerms": terms}},
         },

@@ -13,6 +13,8 @@ from tests.cluster.clusters import Cluster, current
 from tests.cluster.demo import Demo
 from tests.cluster.kubectl import Kubectl
 
+# Every scenario runs where the strictest Pod Security level is enforced.
+RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
 FAILED = pytest.StashKey[set[str]]()
 
 
@@ -43,6 +45,7 @@ def own_namespace(cluster: Cluster, name: str, session: pytest.Session) -> Itera
     remove(kubectl, wait=True)
     cluster.remove_volumes(kubectl)
     kubectl.run("create", "namespace", kubectl.namespace)
+    kubectl.run("label", "namespace", kubectl.namespace, RESTRICTED)
     cluster.make_volumes(kubectl)
     try:
         yield kubectl

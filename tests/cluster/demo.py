@@ -33,6 +33,12 @@ class Demo:
         """The job's conditions after its end."""
         return self.kubectl.wait_for_end(self.job, seconds=420)
 
+    def losses(self) -> dict[int, float]:
+        """The finished run's losses by step."""
+        conditions = self.wait()
+        assert "Succeeded" in conditions, conditions
+        return self.output.losses(self.job)
+
     @cached_property
     def output(self) -> Claim:
         """The claim that the run is on."""

@@ -112,6 +112,8 @@ def reader(image: str, claim_name: str) -> dict[str, Any]:
                     "imagePullPolicy": "IfNotPresent",
                     "command": ["sleep", "3600"],
                     "env": [{"name": "HOME", "value": "/tmp"}],
+                    # Without a request it would get what the machine's other processes leave.
+                    "resources": {"requests": {"cpu": "500m"}},
                     "securityContext": SECURITY,
                     "volumeMounts": [
                         {"name": "output", "mountPath": "/output"},

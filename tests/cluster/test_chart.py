@@ -7,11 +7,22 @@ import pytest
 from tests.cluster.chart import STEPS, HelmError, Release, training
 from tests.cluster.clusters import Cluster
 from tests.cluster.demo import SETTINGS, Demo
-from tests.cluster.kubectl import Kubectl, wait_until
+from tests.cluster.kubectl import Kubectl, KubectlError, wait_until
 
 pytestmark = pytest.mark.cluster
 
+WORKER = "training.kubeflow.org/replica-type=worker"
 SUSPENDED = {"suspend": True}
+
+
+def test_namespace_that_enforces_the_restricted_level_takes_all_pods_the_operators_container_included(demo: Demo):
+    with pytest.raises(KubectlError, match="violates PodSecurity"):
+        demo.kubectl.run("run", "plain", f"--image={demo.cluster.train_image}", "--dry-run=server")
+
+    worker = wait_until(lambda: demo.kubectl.items("pods", "-l", WORKER), 60, "the worker's pod")[0]
+
+    assert [container["name"] for container in worker["spec"]["initContainers"]] == ["init-pytorch"]
+    assert worker["spec"]["initContainers"][0]["securityContext"]["runAsNonRoot"] is True
 
 
 def test_upgrade_with_the_same_values_leaves_the_running_job_alone(demo: Demo):

@@ -2,10 +2,15 @@
 
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 
+import pytest
+
+from tests.cluster.local import __main__ as local
 from tests.cluster.local import images, layout, runc
+from tests.cluster.local.init import StartError
 from tests.tools import build
 
 
@@ -40,6 +45,13 @@ def test_the_trainers_image_is_small_and_starts_the_launcher_as_another_user(tmp
     assert f"{layout.SHARED_MARK}=1" in config["config"]["Env"]
     with tarfile.open(fileobj=io.BytesIO(layer)) as files:
         assert files.getmember("opt/e2e/bin/wandistill").mode == 0o755
+
+
+def test_without_root_it_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 65532)
+
+    with pytest.raises(StartError, match=r"not root.*set KUBECONFIG to a cluster of your own"):
+        local.check_machine()
 
 
 def test_a_changed_pin_is_built_anew(tmp_path: Path, monkeypatch):

@@ -31,6 +31,10 @@ PACKAGES = {
     "openssl": "openssl",
     "unshare": "util-linux",
 }
+NEEDS = (
+    "The cluster of plain binaries needs root that may make namespaces, mounts and cgroups, as in a virtual machine or "
+    "in a privileged container. Else set KUBECONFIG to a cluster of your own."
+)
 UNSHARE = ("unshare", "--fork", "--pid", "--mount", "--net", "--mount-proc")
 PROGRAMS = (
     "etcd",
@@ -73,7 +77,7 @@ def up() -> None:
 
 def check_machine() -> None:
     if os.geteuid() != 0:
-        raise StartError("The cluster of plain binaries needs root: it makes namespaces, mounts and cgroups.")
+        raise StartError(f"This is not root. {NEEDS}")
     missing = sorted({package for program, package in PACKAGES.items() if shutil.which(program) is None})
     if missing:
         raise StartError(f"Packages are missing: apt-get install -y --no-install-recommends {' '.join(missing)}")
@@ -129,7 +133,7 @@ def _child(outer: subprocess.Popen) -> int:
     deadline = time.monotonic() + 30
     while not (pids := children.read_text().split()):
         if outer.poll() is not None or time.monotonic() > deadline:
-            raise StartError(f"unshare ended with {outer.returncode}:\n{tail('init')}")
+            raise StartError(f"New namespaces could not be made. {NEEDS}\n{tail('init')}")
         time.sleep(0.05)
     return int(pids[0])
 

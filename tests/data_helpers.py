@@ -138,9 +138,9 @@ def draw_rollouts(
     from wandistill.data.embeddings import build_embeddings, embedding_ingredients, embedding_work
     from wandistill.data.latents import build_rollouts, rollout_work
 
-    work = embedding_work(folder, prompts, cache_dir, torch.float32, here.device)
+    work = embedding_work(folder, prompts, cache_dir, torch.float32)
     embeddings = build_embeddings(work, folder, torch.float32, here)
-    ingredients = embedding_ingredients(folder, torch.float32, here.device)
+    ingredients = embedding_ingredients(folder, torch.float32)
     rollouts = rollout_work(folder, prompts, chosen, ingredients, cache_dir)
     return build_rollouts(rollouts, folder, lambda: teacher, embeddings, chosen, here)
 

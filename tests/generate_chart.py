@@ -14,6 +14,8 @@ from wandistill.catalog import gpus, models
 from wandistill.kube import fields, pools, sizing, tables, values
 from wandistill.kube.job import render
 from wandistill.kube.render_command import to_yaml
+from wandistill.kube.sizes import prepare_sizes
+from wandistill.launch.prepared import TRIES
 from wandistill.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +65,11 @@ def catalog() -> dict[str, Any]:
             for kind, cores in sizing.CORES.items()
         },
         "scratch": sizing.SCRATCH,
+        "prepare": {
+            name: {"memory": made.memory, "cpus": made.cpus, "threads": made.threads, "scratch": made.scratch}
+            for name, made in ((name, prepare_sizes(model)) for name, model in models().items())
+        },
+        "prepareTries": TRIES - 1,
     }
 
 

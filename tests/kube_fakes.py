@@ -118,6 +118,12 @@ def pod(job, role="master", index=0, spec=None, **status):
     }
 
 
+def preparing(job, **status):
+    """The pod that prepares a job."""
+    labels = {"app.kubernetes.io/name": "wandistill", "wandistill.dev/prepare": job}
+    return {"metadata": {"name": f"{job}-prepare-x", "labels": labels}, "spec": {}, "status": status}
+
+
 def condition(kind, message="", status="True"):
     """A condition of a job."""
     return {"type": kind, "status": status, "reason": f"PyTorchJob{kind}", "message": message}

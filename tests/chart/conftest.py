@@ -1,4 +1,4 @@
-"""helm for the chart's tests, as `tests.tools.build` gives it."""
+"""helm and kubeconform for the chart's tests, as `tests.tools.build` gives them."""
 
 import json
 import subprocess
@@ -26,10 +26,12 @@ class Helm:
         command = [self.program, *arguments, "--kube-version", "1.34.0"]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
-    def template(self, values: list[dict], release: str = "my-run", *more: str) -> subprocess.CompletedProcess[str]:
+    def template(
+        self, values: list[dict], release: str = "my-run", *more: str, chart: str = "helm/wandistill"
+    ) -> subprocess.CompletedProcess[str]:
         """`helm template` with layers of values and `more` arguments."""
         flags = [part for layer in values for part in ("-f", _file(layer))]
-        return self.run("template", release, "helm/wandistill", *flags, *more)
+        return self.run("template", release, chart, *flags, *more)
 
 
 _files: dict[str, str] = {}
@@ -49,7 +51,17 @@ def _file(layer: dict) -> str:
 def helm(tmp_path_factory):
     """helm, with a folder for the tests' values."""
     _folder.append(tmp_path_factory.mktemp("values"))
+    return Helm(_program("helm"))
+
+
+@pytest.fixture(scope="session")
+def kubeconform():
+    """The program."""
+    return _program("kubeconform")
+
+
+def _program(name: str) -> str:
     try:
-        return Helm(str(tool("helm")))
+        return str(tool(name))
     except BuildError as error:
         pytest.exit(str(error), returncode=2)

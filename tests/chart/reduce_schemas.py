@@ -19,9 +19,14 @@ KINDS = {
     "PersistentVolumeClaim": "io.k8s.api.core.v1.PersistentVolumeClaim",
     "Pod": "io.k8s.api.core.v1.Pod",
     "PodSpec": "io.k8s.api.core.v1.PodSpec",
+    "ServiceAccount": "io.k8s.api.core.v1.ServiceAccount",
+    "Deployment": "io.k8s.api.apps.v1.Deployment",
+    "Job": "io.k8s.api.batch.v1.Job",
     "NetworkPolicy": "io.k8s.api.networking.v1.NetworkPolicy",
     "Role": "io.k8s.api.rbac.v1.Role",
     "RoleBinding": "io.k8s.api.rbac.v1.RoleBinding",
+    "ClusterRole": "io.k8s.api.rbac.v1.ClusterRole",
+    "ClusterRoleBinding": "io.k8s.api.rbac.v1.ClusterRoleBinding",
 }
 _REF = "#/definitions/"
 _KEPT = ("type", "properties", "items", "required", "additionalProperties", "enum", "$ref", "pattern", "minimum")

@@ -134,6 +134,29 @@ LAYERS = {
     "everything": [CPU, EVERYTHING, {"pools": {"main": POOL}}],
     "everything on GPUs": [GPU, EVERYTHING, {"pools": {"main": POOL}}],
     "affinity of one's own": [CPU, {"pools": {"main": {"affinity": {"podAntiAffinity": {}}}}}],
+    "prepared": [GPU, {"prepare": {"enabled": True}, "job": {"onChange": "keep"}}],
+    "prepared with everything": [
+        GPU,
+        EVERYTHING,
+        {
+            "prepare": {
+                "enabled": True,
+                "waitSeconds": 600,
+                "cpus": "500m",
+                "nodeSelector": {"pool": "cpu"},
+                "tolerations": [{"operator": "Exists"}],
+                "affinity": {"podAntiAffinity": {}},
+                "resources": {"limits": {"memory": "64Gi", "cpu": 16}},
+            }
+        },
+    ],
+    "prepared without GPU": [CPU, {"prepare": {"enabled": True}, "topology": "independent", "pools": {"b": {}}}],
+    "sized for every fallback": [GPU, {"training": {"on_oom": "replan"}}],
+    "a fallback of a resident teacher": [
+        GPU,
+        {"training": {"on-oom": "replan"}, "pools": {"main": {"gpu": "h200-141gb", "placement": "gpu"}}},
+    ],
+    "no fallbacks without GPU": [CPU, {"training": {"on_oom": "replan"}}],
     "weights in a folder": [GPU, {"teacher": {"path": "wan/a14b"}}],
     "a revision": [GPU, {"teacher": {"revision": "1234abcd"}, "job": {"restarts": 0}}],
     "a hub id": [GPU, {"teacher": {"model": "Wan-AI/Wan2.2-T2V-A14B-Diffusers"}}],
@@ -202,6 +225,25 @@ REFUSED = [
     (CPU, {"training": {"batchsize": 1}}, "training.batchsize: 'batchsize' is not a setting"),
     (CPU, {"teacher": {"model": "wan9"}}, "teacher.model wan9: is not in the catalogue; known are wan2.1-t2v-1.3b"),
     (CPU, {"teacher": {"path": "a"}}, "teacher.path is set, but teacher.model is embedded"),
+    (
+        CPU,
+        {"prepare": {"enabled": True}, "output": {"existingClaim": "", "create": {"enabled": True}}},
+        "output.create.accessModes is ReadWriteOnce, but more than one pod mounts the claim",
+    ),
+    (
+        GPU,
+        {
+            "topology": "teacher-and-students",
+            "training": {"on_oom": "replan"},
+            "pools": {
+                "main": None,
+                "teacher": {"gpusPerNode": 1, "gpu": "l4"},
+                "students": {"gpusPerNode": 1, "gpu": "l4"},
+            },
+        },
+        "on_oom is replan, but topology teacher-and-students has one placement",
+    ),
+    (CPU, {"prepare": {"enabled": True}, "training": {"embeddings": "online"}}, "there is nothing to prepare"),
     (CPU, {"teacher": {"revision": "v1"}}, "teacher.revision is set, but teacher.model is embedded"),
     (GPU, {"teacher": {"revision": "v1", "path": "a"}}, "teacher.revision is set, but teacher.path is set"),
     (GPU, {"training": {"teacher_revision": "v1"}}, "training.teacher_revision: belongs to teacher.revision"),
@@ -371,6 +413,22 @@ def test_advice_as_a_helm_command_makes_the_change(helm, monkeypatch):
 
 def test_generated_files_are_those_of_the_code():
     assert chart.stale(chart.generated()) == []
+
+
+@pytest.mark.parametrize("name", [name for name in tables.table_names() if not name.endswith("none")])
+def test_no_placement_takes_more_of_the_host_than_the_fallbacks(name):
+    """gpu0 is not among those that the fallbacks' size is made of."""
+    table = json.loads((chart.TABLES / f"{name}.json").read_text(encoding="utf-8"))
+
+    def sizes(row):
+        return [tuple(map(int, table["sizes"][int(cell.split(",")[2])].split())) for cell in row.split()]
+
+    for key, row in table["rows"].items():
+        before, placement = key.rsplit("/", 1)
+        if placement != "gpu0" or "+" in before:
+            continue
+        for (memory, shm), (most, most_shm) in zip(sizes(row), sizes(table["rows"][f"{before}/replan"]), strict=True):
+            assert memory <= most and shm <= most_shm, key
 
 
 def test_a_release_stays_within_its_secret():

@@ -28,7 +28,7 @@ def folder(tiny_wan: Callable[[str], Path]) -> WanFolder:
 def build(
     folder: WanFolder, cache_dir: Path, prompts: list[str] = PROMPTS, dtype: torch.dtype = torch.float32
 ) -> EmbeddingCache:
-    work = embedding_work(folder, prompts, cache_dir, dtype, torch.device("cpu"))
+    work = embedding_work(folder, prompts, cache_dir, dtype)
     return build_embeddings(work, folder, dtype, world())
 
 
@@ -91,7 +91,7 @@ def test_embeddings_of_another_dtype_length_or_encoder_are_not_reused(
     folder: WanFolder, tiny_wan_copy: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(other: WanFolder, dtype: torch.dtype) -> int:
-        work = embedding_work(other, PROMPTS, tmp_path, dtype, torch.device("cpu"))
+        work = embedding_work(other, PROMPTS, tmp_path, dtype)
         return len(work.store.missing(work.keys)[0])
 
     build(folder, tmp_path)
@@ -152,13 +152,13 @@ def test_an_embedding_that_is_not_finite_is_never_cached(
     monkeypatch.setattr(module, "encode_prompts", overflow)
     with pytest.raises(ConfigError, match="'blue' is not finite"):
         build(folder, tmp_path, ["blue"])
-    work = embedding_work(folder, ["blue"], tmp_path, torch.float32, torch.device("cpu"))
+    work = embedding_work(folder, ["blue"], tmp_path, torch.float32)
     assert "blue" in work.store.missing(work.keys)[0]
 
 
 def test_the_estimate_is_close_to_what_is_written(folder: WanFolder, tmp_path: Path) -> None:
     prompts = [f"a cat left of {index} circles" for index in range(50)]
-    work = embedding_work(folder, prompts, tmp_path, torch.float32, torch.device("cpu"))
+    work = embedding_work(folder, prompts, tmp_path, torch.float32)
     missing, _ = work.store.missing(work.keys)
     estimate = work.item_bytes(missing) * len(missing)
     build(folder, tmp_path, prompts)

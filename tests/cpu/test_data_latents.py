@@ -133,7 +133,7 @@ def test_rollouts_of_other_settings_are_not_reused(folder: WanFolder, tmp_path: 
 
     from wandistill.data.embeddings import embedding_ingredients
 
-    INGREDIENTS = embedding_ingredients(folder, torch.float32, torch.device("cpu"))
+    INGREDIENTS = embedding_ingredients(folder, torch.float32)
     draw(folder, tmp_path)
     assert missing(settings()) == 0
     assert missing(settings(**changes)) == len(PROMPTS)
@@ -239,10 +239,10 @@ def test_no_teacher_is_asked_for_when_nothing_is_missing(folder: WanFolder, tmp_
     from wandistill.data.latents import build_rollouts
 
     draw(folder, tmp_path, keep_states=True)
-    ingredients = embedding_ingredients(folder, torch.float32, torch.device("cpu"))
+    ingredients = embedding_ingredients(folder, torch.float32)
     chosen = settings(keep_states=True)
     work = rollout_work(folder, PROMPTS, chosen, ingredients, tmp_path)
-    texts = embedding_work(folder, PROMPTS, tmp_path, torch.float32, torch.device("cpu"))
+    texts = embedding_work(folder, PROMPTS, tmp_path, torch.float32)
     embeddings = EmbeddingCache(texts.store, folder.token_length)
 
     def place() -> Any:

@@ -171,3 +171,20 @@ def test_a_bad_data_path_ends_before_the_cache_is_made(folder: WanFolder, tmp_pa
     with pytest.raises(ConfigError, match="does not exist"):
         prepare_data(configure(tmp_path, folder, data_path="nowhere.txt"), folder, no_teacher, world())
     assert not (tmp_path / "out").exists()
+
+
+def test_the_embeddings_alone_need_no_teacher_and_are_those_of_the_run(
+    folder: WanFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from wandistill.cli import main
+    from wandistill.launch import prepared
+
+    config = configure(tmp_path, folder)
+    values = {name: getattr(config, name) for name in ("teacher_path", "data_path", "output_dir", "teacher_dtype")}
+    flags = [text for name, value in values.items() for text in (f"--{name}", value)]
+    monkeypatch.setattr("wandistill.teacher.place", no_teacher)
+    assert main(["prepare", "--only", "embeddings", "--device", "cpu", *flags]) == 0
+    prepared.wait(config, 0)
+    monkeypatch.setattr("wandistill.models.wan.WanFolder.load_text_encoder", no_teacher)
+    data = prepare_data(config, folder, CountingTeacher, world())
+    assert data.prompts == PROMPTS

@@ -29,7 +29,7 @@ def server():
 
 @pytest.fixture
 def client(server):
-    return Client(Cluster("team", server, server, server, lambda: server))
+    return Client(Cluster("team", server, server, server, server, lambda: server))
 
 
 @pytest.fixture
@@ -187,6 +187,26 @@ def test_advice_after_an_out_of_memory_is_a_helm_command(client, server, name):
         "helm upgrade my-run helm/wandistill --reuse-values --set pools.main.placement=disk "
         "--set training.batch_size=2 --set training.gradient_checkpointing=true"
     ) in text
+
+
+PREPARED = {"prepare": {"enabled": True}}
+
+
+def test_what_prepares_is_submitted_told_and_deleted_with_the_job(client, server):
+    (name,) = client.submit(values.resolve(VALUES, PREPARED), "my-run")
+    assert ("Job", f"{name}-prepare") in server.kept
+    server.pods = [fakes.pod(name, phase="Running"), fakes.preparing(name, phase="Running")]
+    waits = {"schema": 1, "progress": "waiting for prepare, seconds", "done": 30, "total": 86400, "seconds_left": None}
+    server.logs[f"{name}-master-0"] = json.dumps(waits)
+    assert "waiting for prepare, seconds 30/86400" in client.status(name).text()
+    fetches = {"schema": 1, "progress": "teacher MiB", "done": 1000, "total": 126000, "seconds_left": 60}
+    server.logs[f"{name}-prepare-x"] = json.dumps(fetches)
+    assert "teacher MiB 1000/126000, 1 min 00 s left" in client.status(name).text()
+    state = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    server.pods[1] = fakes.preparing(name, phase="Failed", containerStatuses=[{"name": "prepare", "state": state}])
+    assert f"{name}-prepare-x: OOMKilled, exit code 137" in client.status(name).text()
+    client.delete(name)
+    assert not server.kept
 
 
 def test_all_jobs_come_from_two_lists(client, server):

@@ -72,6 +72,29 @@ def test_teacher_and_students_have_their_own_counts_in_one_job():
     assert 'teacher_device_strategy: "gpu0"' in config["data"]["train.yaml"]
 
 
+def test_what_prepares_has_no_gpu_the_same_files_and_claims_and_the_run_waits_for_it():
+    assert not [one for one in objects(GPU) if one["kind"] == "Job"]
+    assert "WANDISTILL_PREPARE_WAIT" not in environment(job(GPU))
+    prepare = {"prepare": {"enabled": True, "waitSeconds": 600}}
+    made = job(GPU, prepare)
+    (before,) = [one for one in objects(GPU, prepare) if one["kind"] == "Job"]
+    assert before["metadata"]["name"] == f"{made['metadata']['name']}-prepare"
+    pod = before["spec"]["template"]["spec"]
+    (own,) = pod["containers"]
+    assert own["command"] == ["wandistill", "prepare", "--only", "embeddings"]
+    assert own["args"][-1] == container(made)["args"][-1] == f"/output/{made['metadata']['name']}"
+    assert "nvidia.com/gpu" not in str(before)
+    trains = made["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+    assert pod["volumes"][1:] == trains["volumes"][2:], "all but scratch space and /dev/shm"
+    assert environment(made)["WANDISTILL_PREPARE_WAIT"] == "600"
+    # UMT5-XXL has 5.7 B parameters, which a CPU computes in float32.
+    assert (
+        own["resources"]["limits"]["memory"].endswith("Mi") and int(own["resources"]["limits"]["memory"][:-2]) > 21_700
+    )
+    other = job(GPU, prepare, {"prepare": {"cpus": 2}})
+    assert other["metadata"]["name"] != made["metadata"]["name"], "a Job cannot be changed"
+
+
 def test_independent_pools_make_a_job_each():
     pools = {"other": {"gpusPerNode": 2, "gpu": "a100-80gb"}}
     made = [

@@ -10,7 +10,9 @@ import time
 from wandistill import config
 from wandistill import teacher as placement
 from wandistill.config import TrainConfig
-from wandistill.data.prepare import prepare_data
+from wandistill.data.prepare import prepare_data, prepare_embeddings
+from wandistill.launch import prepared
+from wandistill.models.wan import open_teacher
 from wandistill.train import distributed
 from wandistill.train.placed_teacher import PlacedTeacher
 from wandistill.train.placing import settle
@@ -23,12 +25,38 @@ _log = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The settings of `wandistill train`: the same flags find the same caches."""
     config.add_arguments(parser)
+    parser.add_argument(
+        "--only",
+        choices=("embeddings",),
+        help="the prompts' embeddings alone, which need the text encoder and no GPU (default: latents too)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Fills the caches; returns 0."""
-    prepare(config.from_arguments(args))
+    settings = config.from_arguments(args)
+    with prepared.marked(settings):
+        if args.only:
+            only_embeddings(settings)
+        else:
+            prepare(settings)
     return 0
+
+
+def only_embeddings(settings: TrainConfig) -> None:
+    """Fetches the teacher and encodes the prompts.
+
+    Raises:
+        WandistillError: see `prepare_embeddings`.
+    """
+    with distributed.joined(settings) as (world, _):
+        if settings.teacher_dtype == "auto":
+            dtype = "bfloat16" if world.device.type == "cuda" else "float32"
+            settings = dataclasses.replace(settings, teacher_dtype=dtype)
+        folder = open_teacher(settings.teacher_path, settings.teacher_revision)
+        count = prepare_embeddings(settings, folder, world)
+        if world.is_main:
+            _log.info(f"{settings.cache_path}: complete for the embeddings of {count} prompts.")
 
 
 def prepare(settings: TrainConfig) -> None:

@@ -110,21 +110,21 @@ class OnlineEmbeddings:
         return self._kept[prompt]
 
 
-def embedding_ingredients(folder: WanFolder, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What a prompt's embedding depends on beside the prompt."""
+def embedding_ingredients(folder: WanFolder, dtype: torch.dtype) -> dict[str, Any]:
+    """What a prompt's embedding depends on beside the prompt.
+
+    Not on what it was computed in: a CPU's float32, rounded to the same dtype, is as good for a GPU.
+    """
     return {
         "text_encoder": folder.fingerprint("text_encoder", "tokenizer"),
         "dtype": _name(dtype),
-        "computed_in": _name(_compute_dtype(dtype, device)),
         "token_length": folder.token_length,
     }
 
 
-def embedding_work(
-    folder: WanFolder, prompts: Sequence[str], cache_dir: Path, dtype: torch.dtype, device: torch.device
-) -> Work:
+def embedding_work(folder: WanFolder, prompts: Sequence[str], cache_dir: Path, dtype: torch.dtype) -> Work:
     """The embeddings of `prompts` and of the empty prompt as a cache to be filled; repeats are encoded once."""
-    store = Store(cache_dir, "embeddings", embedding_ingredients(folder, dtype, device), ragged=["embedding"])
+    store = Store(cache_dir, "embeddings", embedding_ingredients(folder, dtype), ragged=["embedding"])
 
     def item_bytes(missing: list[str]) -> float:
         sample = missing[:: max(len(missing) // _ESTIMATE_SAMPLE, 1)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wandistill.config import TrainConfig, parse_resolution
-from wandistill.data.building import check_disk
+from wandistill.data.building import Work, check_disk
 from wandistill.data.embeddings import (
     EmbeddingCache,
     OnlineEmbeddings,
@@ -98,14 +98,12 @@ def prepare_data(
     """
     source = read_source(config)
     cache_dir, resolution = config.cache_path, parse_resolution(config.resolution)
-    dtype = _TEXT_DTYPES.get(config.teacher_dtype, torch.bfloat16)
-    texts = [*source.prompts, *source.sample_prompts, config.negative_prompt]
-    text_work = embedding_work(folder, texts, cache_dir, dtype, world.device)
+    dtype, text_work = _text_dtype(config), _text_work(config, folder, source)
     if cost is not None:
         text_work = dataclasses.replace(text_work, item_seconds=cost.embedding_seconds)
     settings = _rollout_settings(config)
     if source.pictures is None:
-        ingredients = embedding_ingredients(folder, dtype, world.device)
+        ingredients = embedding_ingredients(folder, dtype)
         latent_work = rollout_work(folder, source.prompts, settings, ingredients, cache_dir)
         if cost is not None:
             latent_work = dataclasses.replace(latent_work, item_seconds=cost.latent_seconds)
@@ -128,6 +126,28 @@ def prepare_data(
         latents = encode_images(latent_work, folder, source.pictures, resolution, world)
     rollouts = settings.rollouts if source.pictures is None else 1
     return TrainingData(source, rollouts, embeddings, latents, config.negative_prompt)
+
+
+def prepare_embeddings(config: TrainConfig, folder: WanFolder, world: World) -> int:
+    """Fills the cache of embeddings alone, which needs the text encoder and no teacher; returns how many it holds.
+
+    Raises:
+        ConfigError: bad data, or no room on the disk (DoesNotFit).
+    """
+    work = _text_work(config, folder, read_source(config))
+    check_disk([work], config.cache_path, world)
+    build_embeddings(work, folder, _text_dtype(config), world)
+    return len(set(work.keys))
+
+
+def _text_dtype(config: TrainConfig) -> torch.dtype:
+    return _TEXT_DTYPES.get(config.teacher_dtype, torch.bfloat16)
+
+
+def _text_work(config: TrainConfig, folder: WanFolder, source: Source) -> Work:
+    """The embeddings that the run reads."""
+    texts = [*source.prompts, *source.sample_prompts, config.negative_prompt]
+    return embedding_work(folder, texts, config.cache_path, _text_dtype(config))
 
 
 def _rollout_settings(config: TrainConfig) -> RolloutSettings:

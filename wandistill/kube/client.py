@@ -16,10 +16,12 @@ from typing import Any
 
 from wandistill.errors import WandistillError
 from wandistill.kube.cluster import Cluster, ClusterError, Exists, NotThere, connect
-from wandistill.kube.job import INSTANCE, render
+from wandistill.kube.job import ANNOTATION, INSTANCE, render
+from wandistill.kube.pods import PREPARE
 from wandistill.kube.progress import ROLE_LABEL, Progress, of_ends, of_exporter, of_log
 from wandistill.kube.shared_claims import claims_of, unshared
 from wandistill.kube.status import INDEX_LABEL, JOB_LABEL, JobStatus, job_status
+from wandistill.launch.prepared import WAITING
 from wandistill.metrics.exporter.api import STATE_KEY, STATE_NAME
 
 _OURS = "app.kubernetes.io/name=wandistill"
@@ -67,13 +69,18 @@ class Client:
         """
         job = self.cluster.job(name)
         pods = self.cluster.pods(f"{JOB_LABEL}={name}")
+        prepares = f"{ANNOTATION}/{PREPARE}" in (job["metadata"].get("annotations") or {})
+        preparing = self.cluster.pods(f"{ANNOTATION}/{PREPARE}={name}") if prepares else []
         events = self.cluster.events(name)
-        waiting = [pod for pod in pods if (pod.get("status") or {}).get("phase") == "Pending"]
+        waiting = [pod for pod in (*preparing, *pods) if (pod.get("status") or {}).get("phase") == "Pending"]
         for pod in waiting:
             events += self.cluster.events(pod["metadata"]["name"])
         notes = self.unshared([job]) if waiting else []
         progress, more = self._progress(name, pods)
-        return job_status(job, pods, events, progress, [*notes, *more])
+        if progress is None or progress.what == WAITING:
+            logs = [self.cluster.log(_name(pod), _LOG_LINES, PREPARE) for pod in preparing]
+            progress = next((found for found in map(of_log, logs) if found), progress)
+        return job_status(job, [*preparing, *pods], events, progress, [*notes, *more])
 
     def statuses(self) -> list[JobStatus]:
         """All jobs of wandistill in a namespace, by two lists however many there are; progress of ended ones only."""
@@ -155,6 +162,7 @@ class Client:
         same = self.cluster.jobs(label_selector=f"{_OURS},{INSTANCE}={release}")["items"]
         others = [job for job in same if _name(job) != name]
         self._forget("ConfigMap", name)
+        self._forget("Job", f"{name}-{PREPARE}")
         if release and not others:
             self._forget("NetworkPolicy", release)
 

@@ -17,6 +17,7 @@ _KINDS = {
     "ConfigMap": ("core", "config_map"),
     "PersistentVolumeClaim": ("core", "persistent_volume_claim"),
     "NetworkPolicy": ("networking", "network_policy"),
+    "Job": ("batch", "job"),
 }
 _RBAC = re.compile(r"cannot \w+ resource")
 
@@ -48,7 +49,7 @@ class Cluster:
     """A namespace of a cluster.
 
     Args:
-        core, custom, networking: clients of the API's groups, or objects with the same methods.
+        core, custom, networking, batch: clients of the API's groups, or objects with the same methods.
         watch: makes a watch with a method `stream`.
     """
 
@@ -56,6 +57,7 @@ class Cluster:
     core: Any
     custom: Any
     networking: Any
+    batch: Any
     watch: Callable[[], Any]
 
     def create(self, made: Object) -> None:
@@ -102,7 +104,11 @@ class Cluster:
             return
         group, method = _KINDS[kind]
         self._ask(
-            f"delete {kind} {name}", getattr(getattr(self, group), f"delete_namespaced_{method}"), name, self.namespace
+            f"delete {kind} {name}",
+            getattr(getattr(self, group), f"delete_namespaced_{method}"),
+            name,
+            self.namespace,
+            propagation_policy="Background",  # a Job's own default leaves its pods
         )
 
     def job(self, name: str) -> Object:
@@ -175,8 +181,8 @@ class Cluster:
             )
         return []
 
-    def log(self, pod: str, lines: int) -> str:
-        """The last lines of a pod's trainer; empty where there is no log yet or no right to see it."""
+    def log(self, pod: str, lines: int, container: str = "pytorch") -> str:
+        """The last lines of a pod's container; empty where there is no log yet or no right to see it."""
         with suppress(ClusterError):
             return str(
                 self._ask(
@@ -184,7 +190,7 @@ class Cluster:
                     self.core.read_namespaced_pod_log,
                     pod,
                     self.namespace,
-                    container="pytorch",
+                    container=container,
                     tail_lines=lines,
                 )
             )
@@ -310,5 +316,10 @@ def connect(namespace: str | None, context: str | None = None) -> Cluster:
         except config.ConfigException:
             raise ConfigError(f"no cluster: {error}. Set KUBECONFIG, or --context to one of its contexts.") from error
     return Cluster(
-        namespace or own, client.CoreV1Api(), client.CustomObjectsApi(), client.NetworkingV1Api(), watch.Watch
+        namespace or own,
+        client.CoreV1Api(),
+        client.CustomObjectsApi(),
+        client.NetworkingV1Api(),
+        client.BatchV1Api(),
+        watch.Watch,
     )

@@ -15,8 +15,9 @@ from wandistill.kube import pods
 from wandistill.kube.gojson import digest, to_json
 from wandistill.kube.pools import JobPools, check_training, find_teacher, jobs
 from wandistill.kube.rules import check_values
-from wandistill.kube.sizes import PoolSizes, pool_sizes
+from wandistill.kube.sizes import PoolSizes, pool_sizes, prepare_sizes
 from wandistill.kube.values import is_name
+from wandistill.launch.prepared import TRIES
 
 GROUP, VERSION, PLURAL = "kubeflow.org", "v1", "pytorchjobs"
 LONGEST_NAME = 50
@@ -40,11 +41,16 @@ def render(values: Mapping[str, Any], release: str) -> list[Object]:
 
 
 def job_objects(values: Mapping[str, Any], release: str, job: JobPools) -> list[Object]:
-    """The ConfigMap of a job and the PyTorchJob."""
+    """The ConfigMap of a job, the job that prepares it where that is wanted, and the PyTorchJob."""
     sized = pool_sizes(values, job)
     files = _files(values, job, sized)
     body = _spec(values, release, job, sized)
-    name = job_name(release, job.pool.name, digest({"files": files, "spec": _hashed(body)}, 8))
+    hashed = {"files": files, "spec": _hashed(body)}
+    prepares = values["prepare"]["enabled"]
+    before = pods.prepare_spec(values, release, prepare_sizes(find_teacher(values["teacher"]["model"])))
+    if prepares:
+        hashed["prepare"] = before
+    name = job_name(release, job.pool.name, digest(hashed, 8))
     labels = _labels(release)
     queue = values["job"]["queue"]
     keep = {"helm.sh/resource-policy": "keep"} if values["job"]["onChange"] == "keep" else {}
@@ -56,6 +62,7 @@ def job_objects(values: Mapping[str, Any], release: str, job: JobPools) -> list[
             "immutable": True,
             "data": files,
         },
+        *([_prepare_job(values, release, name, before, keep)] if prepares else []),
         {
             "apiVersion": f"{GROUP}/{VERSION}",
             "kind": "PyTorchJob",
@@ -66,12 +73,36 @@ def job_objects(values: Mapping[str, Any], release: str, job: JobPools) -> list[
                     f"{ANNOTATION}/pool": job.pool.name,
                     f"{ANNOTATION}/placement": sized.placement,
                     f"{ANNOTATION}/memory": sized.pod.memory,
+                    **({f"{ANNOTATION}/prepare": f"{name}-{pods.PREPARE}"} if prepares else {}),
                     **keep,
                 },
             },
             "spec": _named(body, name),
         },
     ]
+
+
+def _prepare_job(values: Mapping[str, Any], release: str, name: str, spec: Object, keep: dict[str, str]) -> Object:
+    labels = _labels(release) | {f"{ANNOTATION}/{pods.PREPARE}": name}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {
+            "name": f"{name}-{pods.PREPARE}",
+            "labels": _labels(release),
+            **({"annotations": keep} if keep else {}),
+        },
+        "spec": {
+            "backoffLimit": TRIES - 1,
+            "template": {
+                "metadata": {
+                    "labels": labels | values["podLabels"],
+                    "annotations": pods.ANNOTATIONS | values["podAnnotations"],
+                },
+                "spec": _named(spec, name),
+            },
+        },
+    }
 
 
 def job_name(release: str, pool: str, suffix: str) -> str:

@@ -57,7 +57,7 @@ SIZING = (
     "teacher_rank_trains",
 )
 POOL_INPUTS = ("nodes", "gpusPerNode", "gpu", "gpuMemory", "placement", "dtype", "processesPerNode")
-TRAINING_INPUTS = (*KEYED, *SIZING, "guidance_scale", "guidance_scale_2", "teacher_device_map")
+TRAINING_INPUTS = (*KEYED, *SIZING, "guidance_scale", "guidance_scale_2", "teacher_device_map", "on_oom")
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,8 @@ def question(values: Mapping[str, Any], job: JobPools) -> Question:
         save_samples=True,  # without them a little is left over
     )
     machines = one_node(gpu, pool.ranks, parse_bytes(str(memory)) if memory else None)
-    return Question(request_of_config(resolved, model, student, machines), pool.nodes > 1)
+    request = request_of_config(resolved, model, student, machines)
+    return Question(request, pool.nodes > 1, run.on_oom == "replan")
 
 
 def inputs(values: Mapping[str, Any], pool: Pool) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from wandistill.units import format_bytes, format_seconds
 
 ROLE_LABEL = "training.kubeflow.org/replica-type"
-CONTAINER = "pytorch"
+CONTAINERS = ("pytorch", "prepare")
 Object = Mapping[str, Any]
 
 
@@ -108,10 +108,10 @@ def of_exporter(state: str, namespace: str, name: str) -> tuple[Progress | None,
 
 
 def ends_of(pod: Object) -> list[Object]:
-    """How the trainer's container ended, the end before first."""
+    """How the pod's own container ended, the end before first."""
     found = []
     for one in (pod.get("status") or {}).get("containerStatuses") or []:
-        if one["name"] == CONTAINER:
+        if one["name"] in CONTAINERS:
             states = [(one.get(key) or {}).get("terminated") for key in ("lastState", "state")]
             found += [state for state in states if state]
     return found

@@ -24,6 +24,15 @@ def check_values(values: Mapping[str, Any]) -> None:
         _check_claim(name, own, needed=needed, shared=shared)
     _check_teacher(values)
     _check_data(values)
+    if values["topology"] == "teacher-and-students" and values["training"].get("on_oom") == "replan":
+        raise ConfigError(
+            "training.on_oom is replan, but topology teacher-and-students has one placement, gpu0: leave on_oom out."
+        )
+    if values["prepare"]["enabled"] and values["training"].get("embeddings") == "online":
+        raise ConfigError(
+            "prepare.enabled is true, but training.embeddings is online: there is nothing to prepare; leave one of the "
+            "two out."
+        )
 
 
 def _check_images(values: Mapping[str, Any]) -> None:
@@ -36,8 +45,8 @@ def _check_images(values: Mapping[str, Any]) -> None:
 
 
 def _pods(values: Mapping[str, Any]) -> int:
-    """Pods that mount a claim at once."""
-    return sum(int(pool["nodes"]) for pool in values["pools"].values())
+    """Pods that mount a claim at once; a run and what prepares it are two."""
+    return sum(int(pool["nodes"]) for pool in values["pools"].values()) + int(values["prepare"]["enabled"])
 
 
 def _check_claim(name: str, own: Mapping[str, Any], *, needed: bool, shared: bool) -> None:

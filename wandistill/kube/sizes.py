@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from wandistill.catalog import find_gpu
+from wandistill.catalog import Model, find_gpu
 from wandistill.errors import DoesNotFit
 from wandistill.kube.pools import JobPools, Pool, question
-from wandistill.kube.sizing import CORES, SCRATCH, Sizes, sizes, teacher_and_students
+from wandistill.kube.sizing import CORES, PREPARE_CORES, SCRATCH, Sizes, prepare_memory, sizes, teacher_and_students
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,15 @@ class PoolSizes:
 
     placement: str
     settings: Mapping[str, str] = field(default_factory=dict)
+    step_seconds: float | None = None  # of an optimizer step, as planned
     pod: PodSizes = field(kw_only=True)  # of the pool
     master: PodSizes = field(kw_only=True)  # the same, but of the teacher's pool in teacher-and-students
+
+
+def prepare_sizes(model: Model) -> PodSizes:
+    """Of the pod that fetches a teacher and encodes the prompts."""
+    cores = PREPARE_CORES[model.name == "embedded"]
+    return PodSizes(f"{prepare_memory(model)}Mi", "", str(cores), cores, SCRATCH["none"])
 
 
 def pool_sizes(values: Mapping[str, Any], job: JobPools) -> PoolSizes:
@@ -57,6 +64,7 @@ def _written(job: JobPools, pod: Sizes, master: Sizes) -> PoolSizes:
     return PoolSizes(
         placement,
         dict(pod.settings),
+        pod.step_seconds,
         pod=pod_sizes(job.workers or job.master, pod, placement),
         master=pod_sizes(job.master, master, placement),
     )

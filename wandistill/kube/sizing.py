@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from wandistill.catalog import Gpu
+from wandistill.catalog import Gpu, Model
 from wandistill.errors import DoesNotFit
-from wandistill.planner.memory import NodeMemory, node_memory, rank_memory
+from wandistill.planner.caches import encoding, text_encoder
+from wandistill.planner.memory import PROCESS, NodeMemory, node_memory, rank_memory
 from wandistill.planner.placements import AUTO, Placement, find_placement
 from wandistill.planner.plan import Row, choose, evaluate
 from wandistill.planner.request import Machines, PlanRequest
-from wandistill.planner.student_memory import student_memory
+from wandistill.planner.student_memory import StudentMemory, student_memory
 from wandistill.planner.teacher_memory import spread
 from wandistill.planner.terms import Phases
 from wandistill.units import GIB, MIB, format_bytes
@@ -23,8 +24,12 @@ _SUPERVISOR = 256 * MIB
 _SHM_WITH_PEERS = GIB
 _SHM_ALONE = 64 * MIB
 _MOST_STUDENTS = 64
+# Placements that the launcher may take in place of another.
+FALLBACKS = tuple(each for each in Placement if each not in (Placement.CUSTOM, Placement.GPU0))
 # Cores of a rank. A teacher on the CPU computes on them; without a GPU the pod says what it may take.
 CORES = {"gpu": 4, "cpu": 8, "none": 1}
+# Of the pod that encodes the prompts: a small text encoder keeps one core busy, a real one as many as it gets.
+PREPARE_CORES = {True: 1, False: 8}
 SCRATCH = {"gpu": "8Gi", "none": "2Gi"}
 
 
@@ -38,6 +43,7 @@ class Question:
 
     run: PlanRequest
     several_nodes: bool
+    replan: bool = False  # whether the launcher may change the placement when memory runs out
 
     def request(self) -> PlanRequest:
         """The question to the planner.
@@ -64,6 +70,7 @@ class Sizes:
     memory: int  # MiB, /dev/shm counted
     shm: int  # MiB
     settings: Mapping[str, str] = field(default_factory=dict)
+    step_seconds: float | None = None  # of an optimizer step, as planned
 
 
 def sizes(question: Question) -> Sizes:
@@ -75,18 +82,37 @@ def sizes(question: Question) -> Sizes:
     """
     request = question.request()
     student = student_memory(request)
+    row = _row(question, request, student)
+    own = row_sizes(request, row)
+    if not question.replan or not request.on_gpu:
+        return own
+    memory, shm = fallback_memory(request, [evaluate(request, student, placement) for placement in FALLBACKS])
+    return replace(own, memory=max(memory, own.memory), shm=max(shm, own.shm))
+
+
+def fallback_memory(request: PlanRequest, rows: Sequence[Row | None]) -> tuple[int, int]:
+    """The most memory and /dev/shm in MiB that a placement of `rows` takes, whatever GPU it needs.
+
+    After a GPU ran out the launcher takes any that fits the GPU and the pod's limit, with smaller micro-batches or
+    checkpointing where it must: these take no more of the host. gpu0 takes less than those with a copy in it.
+    """
+    each = [pod_memory(request, row.node.host.peak, row.node.shm) for row in rows if row is not None and row.node]
+    return max(memory for memory, _ in each), max(shm for _, shm in each)
+
+
+def _row(question: Question, request: PlanRequest, student: StudentMemory) -> Row:
     if request.placement != AUTO:
         row = evaluate(request, student, find_placement(request.placement))
         if not row.fits:
             raise DoesNotFit(f"placement {request.placement}: {row.reason}")
-        return row_sizes(request, row)
+        return row
     # A placement that spans the job is for those who ask for it, as soon as there are several nodes.
     skipped = {Placement.CUSTOM, Placement.GPU0} if question.several_nodes else {Placement.CUSTOM}
     rows = [evaluate(request, student, placement) for placement in Placement if placement not in skipped]
     choice, why = choose(request, rows)
     if choice is None:
         raise DoesNotFit(why)
-    return row_sizes(request, choice)
+    return choice
 
 
 def teacher_and_students(question: Question, teacher_gpu: Gpu | None) -> tuple[Sizes, Sizes]:
@@ -148,7 +174,23 @@ def row_sizes(request: PlanRequest, row: Row) -> Sizes:
     memory, shm = pod_memory(request, row.node.host.peak, row.node.shm)
     # What the plan lets sequential fill of a GPU, the trainer measures itself.
     settings = {key: value for key, value in row.settings.items() if key == "teacher_rank_trains"}
-    return Sizes(row.placement, memory, shm, settings)
+    return Sizes(row.placement, memory, shm, settings, row.time.step if row.time else None)
+
+
+def prepare_memory(model: Model) -> int:
+    """Memory limit in MiB of the pod that encodes the prompts without a GPU, where no half precision is sure."""
+    request = PlanRequest(
+        model=model,
+        student=model.architecture,
+        student_name=model.name,
+        machines=one_node(None, 1),
+        width=1,
+        height=1,
+        teacher_dtype="float32",
+        trains=False,
+    )
+    host = PROCESS + text_encoder(request).size + encoding(request).size
+    return _mib(host / (1 - request.memory_margin) + _SHM_ALONE)
 
 
 def pod_memory(request: PlanRequest, host: int, shm: int) -> tuple[int, int]:

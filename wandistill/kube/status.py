@@ -8,7 +8,7 @@ from typing import Any
 
 from wandistill.kube import helm
 from wandistill.kube.job import ANNOTATION, INSTANCE, Object
-from wandistill.kube.progress import CONTAINER, Progress, ends_of, report_of
+from wandistill.kube.progress import CONTAINERS, Progress, ends_of, report_of
 from wandistill.units import format_bytes
 
 JOB_LABEL = "training.kubeflow.org/job-name"
@@ -130,7 +130,7 @@ def _pod_reasons(job: Object, pod: Object) -> list[str]:
             patch = f"; {PATCH} has the patch for it" if one["name"] == OPERATORS_CONTAINER else ""
             found.append(f"{name}: container {one['name']}: {_waiting(waiting)}{patch}")
     for one in status.get("containerStatuses") or []:
-        if one["name"] != CONTAINER:
+        if one["name"] not in CONTAINERS:
             continue
         waiting = (one.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):

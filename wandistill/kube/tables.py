@@ -3,7 +3,8 @@
 A file for each teacher (and one more for the embedded teacher without GPU). Templates look up and never calculate:
 `rows` gives for a student, profile, resolution, ranks, dtype and placement one cell for each batch size with and
 without gradient checkpointing: `verdict,gigabytes,size`, where a verdict is a letter for each GPU. `auto` gives the
-placement that auto takes. Texts that recur are in lists beside, so that the release's Secret stays small.
+placement that auto takes, `seconds` those of a step with it on each GPU. Texts that recur are in lists beside, so that
+the release's Secret stays small.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any
 
 import wandistill
 from wandistill.catalog import Gpu, gpus, models
-from wandistill.kube.sizing import Question, one_node, row_sizes, split
+from wandistill.kube.sizing import FALLBACKS, Question, fallback_memory, one_node, row_sizes, split
 from wandistill.planner.memory import cublas_workspaces
 from wandistill.planner.placements import Placement
 from wandistill.planner.plan import Row, evaluate
 from wandistill.planner.request import PlanRequest
 from wandistill.planner.student_memory import student_memory
-from wandistill.planner.timing import step_time
+from wandistill.planner.timing import StepTime, step_time
 from wandistill.student_config import NAMES, student_spec
 from wandistill.units import GIB
 
@@ -54,6 +55,8 @@ DTYPES = {
     "float8": "int8",
 }
 SERVES_ONLY = "gpu0-serves"
+# The memory of every placement that the launcher may take in place of another.
+REPLAN = "replan"
 TEACHER_POD, STUDENTS_POD = "gpu0-teacher", "gpu0-students"
 
 
@@ -92,6 +95,7 @@ def build(name: str) -> dict[str, Any]:
     verdicts, numbers, autos = _Index(), _Index(), _Index()
     rows: dict[str, str] = {}
     auto: dict[str, str] = {}
+    seconds: dict[str, str] = {}
     for student, (optimizer, mixed), resolution, ranks, dtype in product(
         span.students, span.profiles, span.resolutions, (*RANKS, "1+"), sorted(set(DTYPES.values()))
     ):
@@ -99,6 +103,7 @@ def build(name: str) -> dict[str, Any]:
         width, height = map(int, resolution.split("x"))
         columns: dict[str, list[str]] = {}
         chosen: tuple[list[str], list[str]] = ([], [])  # on one node, on several
+        taken: tuple[list[str], list[str]] = ([], [])
         for batch, again in slots:
             run = PlanRequest(
                 model=model,
@@ -119,12 +124,16 @@ def build(name: str) -> dict[str, Any]:
                 text = f"{verdicts.of(cell.letters)},{cell.needed},{numbers.of(f'{cell.memory} {cell.shm}')}"
                 columns.setdefault(placement, []).append(text)
             for index, spans in enumerate((True, False)):
-                chosen[index].append(autos.of(answers.choices(spans_job=spans)))
+                choices = answers.choices(spans_job=spans)
+                chosen[index].append(autos.of("".join(letter for letter, _ in choices)))
+                taken[index].append(" ".join(step for _, step in choices))
         rows |= {f"{before}/{ranks}/{dtype}/{placement}": " ".join(column) for placement, column in columns.items()}
         if ranks != "1+":
             auto[f"{before}/{ranks}/{dtype}"] = " ".join(chosen[0])
+            seconds[f"{before}/{ranks}/{dtype}"] = "|".join(taken[0])
         if ranks != "1":
             auto[f"{before}/{ranks.rstrip('+')}+/{dtype}"] = " ".join(chosen[1])
+            seconds[f"{before}/{ranks.rstrip('+')}+/{dtype}"] = "|".join(taken[1])
     return {
         "gpus": {card.name if card else NONE: index for index, card in enumerate(cards)},
         "slots": {f"{batch}{'c' if again else ''}": index for index, (batch, again) in enumerate(slots)},
@@ -132,6 +141,7 @@ def build(name: str) -> dict[str, Any]:
         "sizes": numbers.texts,
         "autos": autos.texts,
         "auto": auto,
+        "seconds": seconds,
         "rows": rows,
     }
 
@@ -164,16 +174,20 @@ class _Answers:
         for trains in ("yes", "no"):
             self._add(f"gpu0-{trains}", self._on_cards(Placement.GPU0, teacher_rank_trains=trains))
         self._join_gpu0()
+        if self.request.on_gpu:
+            rows = [self.rows.get(placement.value, [])[-1:] for placement in FALLBACKS]
+            memory, shm = fallback_memory(self.request, [row for found in rows for row in found])
+            self.cells[REPLAN] = Cell(WITHIN * len(cards), "", memory, shm)
         for name, part in zip((TEACHER_POD, STUDENTS_POD), split(question.run, cards[0]), strict=True):
             sized = part.sizes()
             letters = "".join(self._letter(part.device.peak, card) for card in cards)
             self.cells[name] = Cell(letters, _gigabytes(part.device.peak), sized.memory, sized.shm)
 
-    def choices(self, *, spans_job: bool) -> str:
-        """What auto takes on each GPU, a letter each."""
-        return "".join(self._choice(index, spans_job) for index in range(len(self.cards)))
+    def choices(self, *, spans_job: bool) -> list[tuple[str, str]]:
+        """What auto takes on each GPU: a letter, and the seconds of its step."""
+        return [self._choice(index, spans_job) for index in range(len(self.cards))]
 
-    def _choice(self, index: int, spans_job: bool) -> str:
+    def _choice(self, index: int, spans_job: bool) -> tuple[str, str]:
         free = [
             placement
             for placement in PLACEMENTS
@@ -182,11 +196,12 @@ class _Answers:
             and (spans_job or placement is not Placement.GPU0)
         ]
         if not free:
-            return NO
-        best = Placement.GPU if Placement.GPU in free else max(free, key=lambda each: self._speed(each, index))
-        return LETTERS[best.value]
+            return NO, "-"
+        times = {each: self._time(each, index) for each in ([Placement.GPU] if Placement.GPU in free else free)}
+        best = max(times, key=lambda each: times[each].samples_per_second)
+        return LETTERS[best.value], step_text(times[best].step)
 
-    def _speed(self, placement: Placement, index: int) -> float:
+    def _time(self, placement: Placement, index: int) -> StepTime:
         name, serves = placement.value, False
         if placement is Placement.GPU0:
             serves = self.cells["gpu0"].letters[index] == SERVES
@@ -194,7 +209,7 @@ class _Answers:
         row = self.rows[name][index]
         assert row is not None
         request = self.request.change_machines(gpu=self.cards[index])
-        return step_time(request, placement, row.places, serves_only=serves).samples_per_second
+        return step_time(request, placement, row.places, serves_only=serves)
 
     def _on_cards(self, placement: Placement, **settings: str) -> list[Row | None]:
         request = self.request.change(**settings)
@@ -267,6 +282,11 @@ class _Index:
 def _workspaces(card: Gpu | None) -> int:
     assert card is not None
     return cublas_workspaces(card)
+
+
+def step_text(seconds: float) -> str:
+    """Seconds as the tables write them: a plan is not more exact."""
+    return f"{float(f'{seconds:.2g}'):g}"
 
 
 def _gigabytes(size: int) -> str:

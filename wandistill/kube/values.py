@@ -88,6 +88,7 @@ COMPUTED = record(
     settings=free("settings of the trainer that the plan relies on"),
     memory=text("memory request and limit"),
     shm=text("size of /dev/shm"),
+    stepSeconds=text("seconds of a step as planned"),
     teacherMemory=text("memory of the teacher's pod in teacher-and-students"),
     teacherShm=text("/dev/shm of that pod"),
 )
@@ -139,6 +140,18 @@ VALUES = record(
         configMap=record("a ConfigMap with prompts", name=text("its name"), key=text("its key", "prompts.txt")),
         existingClaim=text("claim with prompts or captioned images"),
         path=text("file or folder within the claim", "prompts.txt"),
+    ),
+    prepare=record(
+        "a job without GPU before each run: it fetches the teacher and encodes the prompts, and the run waits for it",
+        enabled=boolean("whether it is made; its claims are then mounted by more than one pod", False),
+        waitSeconds=integer(
+            "seconds after which a run that waits ends with the command that prepares it", 86400, minimum=1
+        ),
+        cpus=quantity("its CPU request; empty: from the tables"),
+        nodeSelector=free("labels of its node"),
+        tolerations=listing("its tolerations"),
+        affinity=free("in place of the chart's own affinity"),
+        resources=free("requests and limits that are laid over the computed ones"),
     ),
     training=free(
         "settings of `wandistill train` as its --config file takes them; placement and dtype belong to pools"

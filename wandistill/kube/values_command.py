@@ -10,6 +10,7 @@ from wandistill.kube.pools import check_training, inputs, jobs
 from wandistill.kube.render_command import add_values, read, to_yaml
 from wandistill.kube.rules import check_values
 from wandistill.kube.sizes import pool_sizes
+from wandistill.kube.tables import step_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +46,7 @@ def computed(values: Mapping[str, Any]) -> dict[str, Any]:
             "settings": dict(sized.settings),
             "memory": sized.pod.memory,
             "shm": sized.pod.shm,
+            "stepSeconds": "" if sized.step_seconds is None else step_text(sized.step_seconds),
             "teacherMemory": sized.master.memory,
             "teacherShm": sized.master.shm,
         }

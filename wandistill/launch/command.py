@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from wandistill import config
 from wandistill.config import TrainConfig
+from wandistill.launch import prepared
 from wandistill.launch.driver import check_driver
 from wandistill.launch.launcher import MOST_IDLE, Launcher
 from wandistill.launch.node import find_node, whole_number
@@ -34,13 +35,17 @@ def run(args: argparse.Namespace) -> int:
     """Runs the job on this node; returns the exit code that tells its cause.
 
     Raises:
-        ConfigError: flags of the node or of `wandistill train` that cannot be, or a GPU driver that is too old.
+        ConfigError: flags of the node or of `wandistill train` that cannot be, a GPU driver that is too old, or caches
+            that were to be prepared and are not.
     """
     flags = args.train[1:] if args.train[:1] == ["--"] else args.train
     node = find_node(vars(args), os.environ)
     settings = parse_train(flags)
     if settings.device != "cpu":
         check_driver()
+    patience = whole_number({}, os.environ, "", prepared.WAIT)
+    if patience:
+        prepared.wait(settings, patience)
     restarts = whole_number(vars(args), os.environ, "restarts", RESTARTS)
     return Launcher(node, settings, flags, most_idle=(MOST if restarts is None else restarts) + 1).run()
 

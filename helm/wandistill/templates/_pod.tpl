@@ -3,12 +3,7 @@
 {{- $root := .root -}}
 {{- $values := .root.Values -}}
 {{- $pool := .pool -}}
-{{- $teacher := $values.teacher -}}
-automountServiceAccountToken: {{ ne $values.serviceAccount.name "" }}
-{{- with $values.serviceAccount.name }}
-serviceAccountName: {{ . }}
-{{- end }}
-securityContext: {{- toYaml $values.podSecurityContext | nindent 2 }}
+{{ include "wandistill.podCommon" $root }}
 terminationGracePeriodSeconds: {{ int $values.job.terminationGracePeriodSeconds }}
 {{- if $pool.affinity }}
 affinity: {{- toYaml $pool.affinity | nindent 2 }}
@@ -31,19 +26,13 @@ tolerations: {{- toYaml $tolerations | nindent 2 }}
 {{ $key }}: {{ toJson . }}
 {{- end }}
 {{- end }}
-{{- with $values.image.train.pullSecrets }}
-imagePullSecrets:
-{{- range . }}
-- name: {{ . }}
-{{- end }}
-{{- end }}
 containers:
 - name: pytorch
   image: {{ include "wandistill.image" (dict "root" $root "which" "train") }}
   imagePullPolicy: {{ $values.image.train.pullPolicy }}
   command: [wandistill, launch, --]
   args: [--config, /etc/wandistill/train.yaml, --resume, auto, --output_dir, /output/@JOB@]
-  env: {{- include "wandistill.environment" . | nindent 2 }}
+  env: {{- include "wandistill.environment" (dict "root" $root "own" (include "wandistill.rankVariables" . | fromJsonArray)) | nindent 2 }}
   envFrom: {{- toYaml $values.extraEnvFrom | nindent 4 }}
   ports:
   - name: metrics
@@ -54,59 +43,92 @@ containers:
   terminationMessagePolicy: FallbackToLogsOnError
   volumeMounts:
   - {name: shm, mountPath: /dev/shm}
-  - {name: tmp, mountPath: /tmp}
-  - {name: config, mountPath: /etc/wandistill, readOnly: true}
-  - {name: output, mountPath: /output}
-  {{- if include "wandistill.cache" $root }}
-  - {name: cache, mountPath: /cache}
-  {{- end }}
-  {{- if or $values.data.configMap.name $values.data.existingClaim }}
-  - {name: data, mountPath: /data, readOnly: true}
-  {{- end }}
-  {{- if $teacher.caBundle.configMap }}
-  - {name: ca, mountPath: /etc/wandistill-ca, readOnly: true}
-  {{- end }}
-  {{- with $values.extraVolumeMounts }}{{ toYaml . | nindent 2 }}{{ end }}
+  {{- include "wandistill.mounts" $root | nindent 2 }}
 volumes:
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ .sizes.shm }}}
+{{ include "wandistill.volumes" (dict "root" $root "sizes" .sizes) }}
+{{- end }}
+
+{{/* What all pods of a release are alike in. */}}
+{{- define "wandistill.podCommon" -}}
+automountServiceAccountToken: {{ ne .Values.serviceAccount.name "" }}
+{{- with .Values.serviceAccount.name }}
+serviceAccountName: {{ . }}
+{{- end }}
+securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
+{{- with .Values.image.train.pullSecrets }}
+imagePullSecrets:
+{{- range . }}
+- name: {{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "wandistill.mounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: config, mountPath: /etc/wandistill, readOnly: true}
+- {name: output, mountPath: /output}
+{{- if include "wandistill.cache" . }}
+- {name: cache, mountPath: /cache}
+{{- end }}
+{{- if or .Values.data.configMap.name .Values.data.existingClaim }}
+- {name: data, mountPath: /data, readOnly: true}
+{{- end }}
+{{- if .Values.teacher.caBundle.configMap }}
+- {name: ca, mountPath: /etc/wandistill-ca, readOnly: true}
+{{- end }}
+{{- with .Values.extraVolumeMounts }}{{ toYaml . | nindent 0 }}{{ end }}
+{{- end }}
+
+{{- define "wandistill.volumes" -}}
+{{- $root := .root -}}
 - name: tmp
   emptyDir: {sizeLimit: {{ .sizes.scratch }}}
 - name: config
   configMap: {name: "@JOB@"}
 - name: output
-  persistentVolumeClaim: {claimName: {{ default (printf "%s-output" $root.Release.Name) $values.output.existingClaim }}}
+  persistentVolumeClaim: {claimName: {{ default (printf "%s-output" $root.Release.Name) $root.Values.output.existingClaim }}}
 {{- if include "wandistill.cache" $root }}
 - name: cache
-  persistentVolumeClaim: {claimName: {{ default (printf "%s-cache" $root.Release.Name) $teacher.cache.existingClaim }}}
+  persistentVolumeClaim: {claimName: {{ default (printf "%s-cache" $root.Release.Name) $root.Values.teacher.cache.existingClaim }}}
 {{- end }}
-{{- with $values.data.configMap.name }}
+{{- with $root.Values.data.configMap.name }}
 - name: data
   configMap: {name: {{ . }}}
 {{- end }}
-{{- with $values.data.existingClaim }}
+{{- with $root.Values.data.existingClaim }}
 - name: data
   persistentVolumeClaim: {claimName: {{ . }}}
 {{- end }}
-{{- with $teacher.caBundle.configMap }}
+{{- with $root.Values.teacher.caBundle.configMap }}
 - name: ca
-  configMap: {name: {{ . }}, items: [{key: {{ $teacher.caBundle.key }}, path: ca.crt}]}
+  configMap: {name: {{ . }}, items: [{key: {{ $root.Values.teacher.caBundle.key }}, path: ca.crt}]}
 {{- end }}
-{{- with $values.extraVolumes }}{{ toYaml . | nindent 0 }}{{ end }}
+{{- with $root.Values.extraVolumes }}{{ toYaml . | nindent 0 }}{{ end }}
 {{- end }}
 
-{{- define "wandistill.environment" -}}
+{{/* Variables of the pods that train, as JSON: a list of name and value. */}}
+{{- define "wandistill.rankVariables" -}}
 {{- $values := .root.Values -}}
-{{- $teacher := $values.teacher -}}
-{{- $certificates := ternary "/etc/wandistill-ca/ca.crt" "" (ne $teacher.caBundle.configMap "") -}}
-{{- $pairs := list
+{{- list
   (list "WANDISTILL_NPROC" (toString .pool.ranks))
   (list "WANDISTILL_RESTARTS" (toString (int $values.job.restarts)))
+  (list "WANDISTILL_PREPARE_WAIT" (ternary (toString (int $values.prepare.waitSeconds)) "" $values.prepare.enabled))
   (list "WANDISTILL_RELEASE" .root.Release.Name)
   (list "WANDISTILL_RUN" "@JOB@")
   (list "WANDISTILL_POOL" .pool.name)
   (list "WANDISTILL_METRICS_PORT" (toString (int $values.metrics.port)))
   (list "OMP_NUM_THREADS" (toString (default .sizes.threads (int .pool.threads))))
+| toJson -}}
+{{- end }}
+
+{{/* The environment of a pod: its "own" variables and what all have. Takes dict "root", "own". */}}
+{{- define "wandistill.environment" -}}
+{{- $values := .root.Values -}}
+{{- $teacher := $values.teacher -}}
+{{- $certificates := ternary "/etc/wandistill-ca/ca.crt" "" (ne $teacher.caBundle.configMap "") -}}
+{{- $pairs := list
   (list "USER" "wandistill")
   (list "HOME" "/tmp")
   (list "XDG_CACHE_HOME" "/tmp/cache")
@@ -121,7 +143,7 @@ volumes:
   (list "SSL_CERT_FILE" $certificates)
   (list "REQUESTS_CA_BUNDLE" $certificates)
 -}}
-{{- range $pairs }}
+{{- range concat .own $pairs }}
 {{- if index . 1 }}
 - name: {{ index . 0 }}
   value: {{ index . 1 | quote }}

@@ -27,6 +27,12 @@
 {{- if and (not $given) (not $embedded) -}}
 {{- fail (printf "data is empty, but teacher.model is %s: set data.prompts, data.configMap.name or data.existingClaim." $teacher.model) -}}
 {{- end -}}
+{{- if and (eq .Values.topology "teacher-and-students") (eq "replan" (default "" (include "wandistill.training" . | fromJson).on_oom)) -}}
+{{- fail "training.on_oom is replan, but topology teacher-and-students has one placement, gpu0: leave on_oom out." -}}
+{{- end -}}
+{{- if and .Values.prepare.enabled (eq "online" (default "" (include "wandistill.training" . | fromJson).embeddings)) -}}
+{{- fail "prepare.enabled is true, but training.embeddings is online: there is nothing to prepare; leave one of the two out." -}}
+{{- end -}}
 {{- $catalog := .Files.Get "files/catalog.json" | fromJson -}}
 {{- range $key := keys .Values.training | sortAlpha -}}
 {{- $name := replace "-" "_" $key -}}
@@ -39,9 +45,9 @@
 {{- end -}}
 {{- end }}
 
-{{/* The pods of all jobs of the release, which mount its claims. */}}
+{{/* The pods of all jobs of the release, which mount its claims; a run and what prepares it are two. */}}
 {{- define "wandistill.podCount" -}}
-{{- $pods := 0 -}}
+{{- $pods := ternary 1 0 .Values.prepare.enabled -}}
 {{- range .Values.pools }}{{ if not (kindIs "invalid" .) }}{{ $pods = add $pods (int (default 1 .nodes)) }}{{ end }}{{ end -}}
 {{- $pods -}}
 {{- end }}

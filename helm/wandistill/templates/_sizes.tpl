@@ -1,5 +1,6 @@
 {{/*
-The sizes of a job's pods as JSON: {placement, settings, pod, master}. They come from the tables that the planner made,
+The sizes of a job's pods as JSON: {placement, settings, pod, master}, and what NOTES tells of the plan: {needed, seconds},
+GiB of the fullest GPU and seconds of a step, empty where no table has them. They come from the tables that the planner made,
 or from `computed`; nothing is calculated here. Takes dict "root", "job".
 */}}
 {{- define "wandistill.sizes" -}}
@@ -13,13 +14,13 @@ or from `computed`; nothing is calculated here. Takes dict "root", "job".
 {{- if ne .inputs $inputs -}}
 {{- fail (printf "computed.%s was made for other values: run 'wandistill values' on the values again." $pool.name) -}}
 {{- end -}}
-{{- $numbers = dict "placement" .placement "settings" (default dict .settings) "memory" .memory "shm" .shm "masterMemory" (default .memory .teacherMemory) "masterShm" (default .shm .teacherShm) -}}
+{{- $numbers = dict "placement" .placement "settings" (default dict .settings) "needed" "" "seconds" (default "" .stepSeconds) "memory" .memory "shm" .shm "masterMemory" (default .memory .teacherMemory) "masterShm" (default .shm .teacherShm) -}}
 {{- else -}}
 {{- $numbers = include "wandistill.lookUp" (dict "root" $root "job" $job "catalog" $catalog) | fromJson -}}
 {{- end -}}
 {{- $pod := include "wandistill.podSizes" (dict "pool" $pool "catalog" $catalog "placement" $numbers.placement "memory" $numbers.memory "shm" $numbers.shm) | fromJson -}}
 {{- $master := include "wandistill.podSizes" (dict "pool" $job.master "catalog" $catalog "placement" $numbers.placement "memory" $numbers.masterMemory "shm" $numbers.masterShm) | fromJson -}}
-{{- dict "placement" $numbers.placement "settings" $numbers.settings "pod" $pod "master" $master | toJson -}}
+{{- dict "placement" $numbers.placement "settings" $numbers.settings "needed" $numbers.needed "seconds" $numbers.seconds "pod" $pod "master" $master | toJson -}}
 {{- end }}
 
 {{/* Processor, threads and scratch space beside memory and /dev/shm. */}}
@@ -88,12 +89,12 @@ or from `computed`; nothing is calculated here. Takes dict "root", "job".
 {{- end -}}
 {{- $rows := printf "%s/%d%s/%s" $before (int $pool.ranks) (ternary "+" "" (and $several (eq (int $pool.ranks) 1))) $dtype -}}
 {{- $what := printf "%s in %s with student %s and batch_size %s on %d x %s" $teacher $pool.resolvedDtype $root.Values.student.config $batch (int $pool.ranks) $gpu -}}
+{{- $letters := index $table.autos (int (index (splitList " " (index $table.auto $auto)) $index)) -}}
+{{- $letter := index (splitList "" $letters) $column -}}
 {{- $placement := $pool.placement -}}
 {{- if .job.split -}}
 {{- $placement = "gpu0-students" -}}
 {{- else if eq $placement "auto" -}}
-{{- $letters := index $table.autos (int (index (splitList " " (index $table.auto $auto)) $index)) -}}
-{{- $letter := index (splitList "" $letters) $column -}}
 {{- if eq $letter "n" -}}
 {{- fail (printf "pools.%s: no placement fits: %s; 'wandistill plan --model %s --student %s --gpu %s --gpus %d --host_memory 1TiB --batch_size %s --teacher_dtype %s' says what would make it fit." $pool.name $what $teacher $root.Values.student.config $gpu (int $pool.ranks) $batch $pool.resolvedDtype) -}}
 {{- end -}}
@@ -116,6 +117,15 @@ or from `computed`; nothing is calculated here. Takes dict "root", "job".
 {{- if $serves -}}
 {{- $cell = include "wandistill.cell" (dict "table" $table "rows" $rows "placement" "gpu0-serves" "index" $index "column" $column) | fromJson -}}
 {{- end -}}
+{{- $needed := $cell.needed -}}
+{{- $seconds := "" -}}
+{{- if and (ne $letter "n") (eq $placement (default "" (index $catalog.letters $letter))) -}}
+{{- $seconds = index (splitList " " (index (splitList "|" (index $table.seconds $auto)) $index)) $column -}}
+{{- end -}}
+{{- $cells := dict "table" $table "rows" $rows "index" $index "column" $column -}}
+{{- if and $pool.onGpu (eq "replan" (default "" $training.on_oom)) -}}
+{{- $cell = include "wandistill.cell" (merge (dict "placement" "replan") $cells) | fromJson -}}
+{{- end -}}
 {{- $master := $cell -}}
 {{- $settings := dict -}}
 {{- if eq $placement "gpu0" }}{{ $_ := set $settings "teacher_rank_trains" (ternary "no" "yes" $serves) }}{{ end -}}
@@ -131,7 +141,7 @@ or from `computed`; nothing is calculated here. Takes dict "root", "job".
 {{- fail (printf "pools.teacher: placement gpu0 does not fit: %s GiB needed on its GPU, %s has %s: %s." $master.needed $other (index $catalog.usable $other) $what) -}}
 {{- end -}}
 {{- end -}}
-{{- dict "placement" $placement "settings" $settings "memory" $cell.memory "shm" $cell.shm "masterMemory" $master.memory "masterShm" $master.shm | toJson -}}
+{{- dict "placement" $placement "settings" $settings "needed" $needed "seconds" $seconds "memory" $cell.memory "shm" $cell.shm "masterMemory" $master.memory "masterShm" $master.shm | toJson -}}
 {{- end }}
 
 {{/* One cell of a table as JSON: {there, verdict, needed, memory, shm}. */}}

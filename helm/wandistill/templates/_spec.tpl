@@ -18,6 +18,17 @@
 {{- end }}
 {{- end }}
 
+{{/* A job's name with its files, its spec and the pod that prepares it, as JSON. Takes dict "root", "job", "sizes". */}}
+{{- define "wandistill.job" -}}
+{{- $files := include "wandistill.files" . -}}
+{{- $spec := include "wandistill.spec" . -}}
+{{- $prepare := "" -}}
+{{- if .root.Values.prepare.enabled }}{{ $prepare = include "wandistill.preparePod" . }}{{ end -}}
+{{- $digest := include "wandistill.digest" (dict "files" $files "spec" $spec "prepare" $prepare) -}}
+{{- $name := include "wandistill.jobName" (dict "root" .root "pool" .job.pool.name "suffix" $digest) -}}
+{{- dict "name" $name "files" $files "spec" $spec "prepare" $prepare | toJson -}}
+{{- end }}
+
 {{/* What is mounted at /etc/wandistill, as JSON. */}}
 {{- define "wandistill.files" -}}
 {{- $files := dict "train.yaml" (include "wandistill.config" .) -}}
@@ -52,13 +63,19 @@ restartPolicy: ExitCode
 template:
   metadata:
     labels: {{- mergeOverwrite (include "wandistill.labels" .root | fromYaml) (dict "wandistill.dev/pool" .pool.name) (deepCopy .root.Values.podLabels) | toYaml | nindent 6 }}
-    annotations: {{- mergeOverwrite (dict "cluster-autoscaler.kubernetes.io/safe-to-evict" "false" "karpenter.sh/do-not-disrupt" "true" "sidecar.istio.io/inject" "false") (include "wandistill.scrape" (dict "root" .root "port" .root.Values.metrics.port) | fromYaml) (deepCopy .root.Values.podAnnotations) | toYaml | nindent 6 }}
+    annotations: {{- include "wandistill.podAnnotations" (dict "root" .root "scrape" (include "wandistill.scrape" (dict "root" .root "port" .root.Values.metrics.port) | fromYaml)) | nindent 6 }}
   spec: {{- include "wandistill.pod" . | nindent 4 }}
+{{- end }}
+
+{{/* Meshes hold connections that outlive the job, and nothing may move a pod that trains. Takes dict "root", "scrape". */}}
+{{- define "wandistill.podAnnotations" -}}
+{{- mergeOverwrite (dict "cluster-autoscaler.kubernetes.io/safe-to-evict" "false" "karpenter.sh/do-not-disrupt" "true" "sidecar.istio.io/inject" "false") .scrape (deepCopy .root.Values.podAnnotations) | toYaml -}}
 {{- end }}
 
 {{/*
 The digest that ends a job's name: over its files and what reaches its pods, without labels and the metrics port. The
-Python renderer makes the same (wandistill/kube/job.py). Takes dict "files" (JSON) and "spec" (YAML).
+Python renderer makes the same (wandistill/kube/job.py). Takes dict "files" (JSON), "spec" (YAML) and "prepare" (YAML,
+of the pod that prepares, or empty).
 */}}
 {{- define "wandistill.digest" -}}
 {{- $replicas := dict -}}
@@ -71,7 +88,9 @@ Python renderer makes the same (wandistill/kube/job.py). Takes dict "files" (JSO
 {{- $_ := set $container "env" $env -}}
 {{- $_ := set $replicas $role (dict "replicas" $replica.replicas "spec" $spec) -}}
 {{- end -}}
-{{- dict "files" (fromJson .files) "spec" $replicas | toJson | sha256sum | trunc 8 -}}
+{{- $hashed := dict "files" (fromJson .files) "spec" $replicas -}}
+{{- if .prepare }}{{ $_ := set $hashed "prepare" (fromYaml .prepare) }}{{ end -}}
+{{- $hashed | toJson | sha256sum | trunc 8 -}}
 {{- end }}
 
 {{/* Annotations by which a Prometheus without its operator finds a port, where they are wanted. Takes dict "root", "port". */}}

@@ -23,6 +23,10 @@ CHART = ROOT / "helm/wandistill"
 PRESETS = CHART / "presets"
 # Those that make a job; monitoring makes none.
 JOB_PRESETS = [path for path in sorted(PRESETS.glob("*.yaml")) if path.stem != "monitoring"]
+# Manifests of presets with a change, by their names.
+VARIANTS: dict[str, tuple[Path, dict[str, Any]]] = {
+    "2-node-prepared": (PRESETS / "2-node.yaml", {"prepare": {"enabled": True}}),
+}
 TABLES = CHART / "files/tables"
 # The most ranks of a pod for which the chart knows the processor request.
 _RANKS = 16
@@ -41,6 +45,8 @@ def generated() -> dict[str, str]:
     }
     for preset in JOB_PRESETS:
         made[f"k8s/{preset.name}"] = manifest(preset)
+    for name, (preset, change) in VARIANTS.items():
+        made[f"k8s/{name}.yaml"] = manifest(preset, change, name)
     return made
 
 
@@ -121,21 +127,22 @@ def _rows(spec: Mapping[str, fields.Field], path: str) -> Iterator[str]:
         yield f"| {path}{name} | {field.kind} | `{json.dumps(field.default)}` | {field.doc}{choices} |"
 
 
-def manifest(preset: Path) -> str:
-    """The objects of a preset."""
-    head = f"# Made by `make generate` from helm/wandistill/presets/{preset.name}: set your image and claims.\n"
-    return head + to_yaml(render(preset_values(preset), release(preset)))
+def manifest(preset: Path, change: Mapping[str, Any] | None = None, name: str = "") -> str:
+    """The objects of a preset, or of one with a change that has a name of its own."""
+    more = "".join(f", {key} {json.dumps(value)}" for key, value in (change or {}).items())
+    head = f"# Made by `make generate` from helm/wandistill/presets/{preset.name}{more}: set your image and claims.\n"
+    return head + to_yaml(render(preset_values(preset, change), release(name or preset.stem)))
 
 
-def release(preset: Path) -> str:
-    """The release's name in the manifest of a preset."""
-    return f"distil-{preset.stem}"
+def release(name: str) -> str:
+    """The release's name in the manifest of a name."""
+    return f"distil-{name}"
 
 
-def preset_values(preset: Path) -> dict[str, Any]:
+def preset_values(preset: Path, change: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A preset with an image, and prompts where the teacher brings none."""
     own = values.load(preset)
-    return values.resolve(SAMPLE, own, {} if own["teacher"]["model"] == "embedded" else PROMPTS)
+    return values.resolve(SAMPLE, own, {} if own["teacher"]["model"] == "embedded" else PROMPTS, change or {})
 
 
 def write_table(name: str) -> None:

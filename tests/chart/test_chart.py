@@ -82,13 +82,20 @@ def test_lint_is_strict_and_clean(helm):
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.stem)
 def test_chart_client_and_manifest_give_the_same_objects_in_less_than_a_second(helm, preset):
-    release = chart.release(preset)
+    release = chart.release(preset.stem)
     layers = preset_layers(preset)
     began = processor_seconds()
     found = templated(helm, *layers, release=release)
     assert processor_seconds() - began < 1
     assert found == rendered(values.resolve(*layers), release)
     assert found == objects((chart.ROOT / "k8s" / preset.name).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", chart.VARIANTS)
+def test_a_variant_s_manifest_is_what_the_chart_makes_of_its_change(helm, name):
+    preset, change = chart.VARIANTS[name]
+    found = templated(helm, *preset_layers(preset), change, release=chart.release(name))
+    assert found == objects((chart.ROOT / f"k8s/{name}.yaml").read_text(encoding="utf-8"))
 
 
 EVERYTHING = {
@@ -201,7 +208,7 @@ REFUSED = [
     (CPU, {"training": {"optimizer": "sgd"}}, "value must be one of 'adamw'"),
     (CPU, {"training": {"lr": "fast"}}, "got string, want null or number"),
     (CPU, {"image": {"train": {"digest": "abc"}}}, "does not match pattern"),
-    (CPU, {"image": {"train": {"repository": None}}}, "image.train.repository is empty: build and push the image with"),
+    (CPU, {"image": {"train": {"repository": None}}}, "registry.example.com/wandistill:0.1.0', then"),
     (CPU, {"output": {"existingClaim": ""}}, "output: there is no claim for runs"),
     (CPU, {"output": {"create": {"enabled": True}}}, "output: existingClaim and create are both set"),
     (

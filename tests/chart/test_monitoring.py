@@ -107,6 +107,11 @@ def test_pods_tell_their_run_and_pool_and_annotations_take_the_operator_s_place(
     assert same["spec"] == job["spec"]
 
 
+def test_the_exporter_s_image_is_asked_for(helm):
+    done = helm.template([values.load(chart.PRESETS / "monitoring.yaml")], "my-release")
+    assert done.returncode != 0 and "image.control.repository is empty: build and push the image with" in done.stderr
+
+
 def test_without_pools_and_without_the_exporter_there_is_nothing_to_install(helm):
     done = helm.template([chart.SAMPLE, {"output": {"existingClaim": "runs"}}], "my-release")
     assert done.returncode != 0 and "pools is empty" in done.stderr

@@ -11,6 +11,7 @@ from wandistill.kube.job import render
 from wandistill.kube.pools import jobs
 from wandistill.kube.sizes import pool_sizes
 from wandistill.kube.tables import step_text
+from wandistill.kube.values_command import computed
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +53,10 @@ def test_it_tells_placement_memory_and_hours_as_planned_how_to_watch_and_where_t
 
 
 def test_another_placement_than_auto_s_has_no_hours_and_computed_values_have(notes):
-    text = notes(GPU, {"pools": {"main": {"placement": "disk"}}})
-    assert "hours    not in the chart's tables for this placement" in text
+    disk = {"pools": {"main": {"placement": "disk"}}}
+    assert "hours    not in the chart's tables for this placement" in notes(GPU, disk)
+    numbers = computed(values.resolve(GPU, disk))
+    assert f"for 20000 steps of {numbers['main']['stepSeconds']} s" in notes(GPU, disk, {"computed": numbers})
     assert "hours    a step takes about" in notes(GPU, {"training": {"max_steps": 0}})
 
 

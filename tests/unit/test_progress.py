@@ -37,5 +37,6 @@ def test_what_is_found_by_looking_is_told_as_it_is(monkeypatch):
     stream = io.StringIO()
     progress = Progress("teacher MiB", 0, every=0, stream=stream)
     progress.tell(12, 126)
+    assert of_log(stream.getvalue()).seconds_left is None, "they were there before"
     progress.tell(40, 126)
     assert str(of_log(stream.getvalue())).startswith("teacher MiB 40/126, ")

@@ -39,7 +39,19 @@ def test_every_command_and_every_flag_in_it_exists():
     }
     launch = {"nproc", "nnodes", "node_rank", "master_addr", "master_port"}
     used = set(re.findall(r"(?<![\w-])--([a-z_0-9]+)", README))
-    commands_own = {"format", "model", "student", "gpu", "gpus", "host_memory", "name", "wait", "cluster_wide", "set"}
+    commands_own = {
+        "format",
+        "model",
+        "student",
+        "gpu",
+        "gpus",
+        "host_memory",
+        "name",
+        "wait",
+        "cluster_wide",
+        "set",
+        "only",
+    }
     known |= launch | commands_own
     assert used <= known, used - known
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from wandistill import __version__
 from wandistill.errors import ConfigError
 from wandistill.kube.pools import find_teacher
 
@@ -39,8 +40,8 @@ def _check_images(values: Mapping[str, Any]) -> None:
     if not values["image"]["train"]["repository"]:
         raise ConfigError(
             "image.train.repository is empty: build and push the image with 'make image "
-            "IMAGE=registry.example.com/wandistill' and 'docker push registry.example.com/wandistill', then set "
-            "image.train.repository to registry.example.com/wandistill."
+            f"IMAGE=registry.example.com/wandistill' and 'docker push registry.example.com/wandistill:{__version__}', "
+            "then set image.train.repository to registry.example.com/wandistill."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 from wandistill import catalog
@@ -99,8 +100,8 @@ def _download(hub_id: str, revision: str) -> Path:
         files = snapshot_download(hub_id, revision=revision or None, allow_patterns=_WANTED, dry_run=True)
         return sum(file.file_size or 0 for file in files) if any(file.will_download for file in files) else 0
 
-    # Whichever rank downloads, rank 0 tells: it is the one whose words are read.
-    silent = constants.HF_HUB_OFFLINE or os.environ.get("RANK", "0") != "0"
+    # Whichever rank downloads, rank 0 tells: it is the one whose words are read. On a terminal the hub draws bars.
+    silent = constants.HF_HUB_OFFLINE or os.environ.get("RANK", "0") != "0" or sys.stderr.isatty()
     progress = Progress("teacher MiB", 0, enabled=not silent)
     try:
         with told(own, (lambda: 0) if silent else total, progress.tell):

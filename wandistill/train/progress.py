@@ -46,7 +46,9 @@ class Progress:
         self._width = 0
 
     def tell(self, done: int, total: int) -> None:
-        """So many are done of so many, where both are found by looking."""
+        """So many are done of so many, where both are found by looking; the pace counts from the first look."""
+        if not self._total:
+            self._start = self._done = done
         self._total = total
         self.update(done - self._done)
 

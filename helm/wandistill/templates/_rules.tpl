@@ -1,8 +1,6 @@
 {{/* Rules between values that no schema can say; wandistill/kube/rules.py has the same sentences. */}}
 {{- define "wandistill.rules" -}}
-{{- if not .Values.image.train.repository -}}
-{{- fail "image.train.repository is empty: build and push the image with 'make image IMAGE=registry.example.com/wandistill' and 'docker push registry.example.com/wandistill', then set image.train.repository to registry.example.com/wandistill." -}}
-{{- end -}}
+{{- include "wandistill.checkImage" (dict "root" . "which" "train" "name" "registry.example.com/wandistill") -}}
 {{- $pods := include "wandistill.podCount" . -}}
 {{- include "wandistill.checkClaim" (dict "name" "output" "own" .Values.output "needed" true "shared" (gt (int $pods) 1)) -}}
 {{- include "wandistill.checkClaim" (dict "name" "teacher.cache" "own" .Values.teacher.cache "needed" false "shared" (gt (int $pods) 1)) -}}
@@ -42,6 +40,13 @@
 {{- if not (has $name $catalog.settings) -}}
 {{- fail (printf "training.%s: '%s' is not a setting of wandistill train; wandistill train --help lists them." $key $name) -}}
 {{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Takes dict "root", "which", "name" that it might have. */}}
+{{- define "wandistill.checkImage" -}}
+{{- if not (index .root.Values.image .which).repository -}}
+{{- fail (printf "image.%s.repository is empty: build and push the image with 'make image IMAGE=registry.example.com/wandistill' and 'docker push %s:%s', then set image.%s.repository to %s." .which .name .root.Chart.AppVersion .which .name) -}}
 {{- end -}}
 {{- end }}
 

@@ -49,6 +49,9 @@ test-metrics: setup .tools/prometheus ## promtool on rules and alerts, a real Pr
 	$(RUN) -m pytest tests/metrics/promtool_checks.py tests/metrics/prometheus_checks.py
 
 ##@ Kubernetes
+image: ## build the images `control` and `train`: IMAGE, TAG and BUILD_ARGS as docker/build.sh says
+	docker/build.sh
+
 e2e: setup ## the cluster tests, on the cluster of KUBECONFIG, or on a cluster that is started here
 	[ -n "$$KUBECONFIG" ] || $(RUN) -m tests.cluster.local up
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -p no:xdist -m "cluster and not full" tests/cluster
@@ -93,4 +96,4 @@ $(VENV)/.installed: pyproject.toml uv.lock
 	mv .tools/unpacked/usr/bin/promtool .tools/unpacked/usr/bin/prometheus .tools && rm -r .tools/unpacked .tools/*.deb
 	@touch $@
 
-.PHONY: help setup demo demo-others lint test test-slow test-demo test-metrics test-chart e2e e2e-full e2e-down generate verify bench bench-metrics clean
+.PHONY: help setup demo demo-others lint test test-slow test-demo test-metrics test-chart image e2e e2e-full e2e-down generate verify bench bench-metrics clean

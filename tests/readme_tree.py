@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- file tree -->\n", "<!-- end of file tree -->\n"
 OTHER = {
     ".ci/run": "what must hold for every change",
+    "docker/": "the images `control` and `train`, and the script that builds them",
     "k8s/operator/": "the training operator's init container, fit for restricted namespaces",
     "Makefile": "`make help` lists the targets",
     "helm/wandistill/": "the chart: values, presets, templates that look up tables and never calculate",

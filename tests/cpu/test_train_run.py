@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,6 +56,26 @@ def test_a_run_leaves_everything_that_it_promises(train, tmp_path):
     assert len(list((out / "samples" / "step-2").glob("*.png"))) == 8
     assert (out / "report.html").is_file() and (out / "student" / "model_index.json").is_file()
     assert list((out / "tensorboard").rglob("events.*"))
+
+
+def test_a_run_that_was_killed_while_it_exported_needs_one_rank_and_no_teacher_to_end_well(
+    train, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    assert train(ema_decay=0.9) == 0
+    exported, steps = student_digest(out), (out / "metrics.jsonl").read_bytes()
+    record = json.loads((out / "run.json").read_text())
+    # As another world left it: it had a batch of more ranks.
+    record |= {"state": "running", "identity": {**record["identity"], "global_batch": 64}}
+    (out / "run.json").write_text(json.dumps(record))
+    shutil.rmtree(out / "student")
+    (out / "report.html").unlink()
+    monkeypatch.setattr("wandistill.teacher.place", lambda setting: pytest.fail("the teacher was loaded"))
+
+    assert train(ema_decay=0.9) == 0
+
+    assert student_digest(out) == exported and (out / "metrics.jsonl").read_bytes() == steps
+    assert json.loads((out / "run.json").read_text())["state"] == "finished" and (out / "report.html").is_file()
 
 
 def test_a_finished_run_ends_at_once_and_changes_nothing(train, tmp_path, caplog):

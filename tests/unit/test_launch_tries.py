@@ -164,3 +164,17 @@ def test_the_first_record_of_an_end_stands(tmp_path, monkeypatch):
     records.leave(1, "memory")
     records.leave(138, "a peer")
     assert records.exits(tmp_path) == {2: records.ExitRecord(2, 1, "memory")}
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(0, [0]), (1, [])])
+def test_after_the_last_step_node_0_needs_no_peers_and_the_others_have_nothing_to_do(tmp_path, number, ranks):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-8").mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"steps": 8}))
+    state.StateFile(run, number).write(state.Try(1, time.time(), 8))  # killed whole while it exported
+    place = ["--nproc", "2", "--nnodes", "2", "--master_addr", "localhost", "--node_rank", str(number)]
+    behaviour = "(output_dir / f'rank-{rank}').touch(); leave(0)"
+    process = start(tmp_path, behaviour, node=place)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    assert sorted(path.name for path in run.glob("rank-*")) == [f"rank-{rank}" for rank in ranks]

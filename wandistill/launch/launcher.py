@@ -71,6 +71,9 @@ class Launcher:
     def _run(self) -> int:
         ending = self._killed_before()
         while ending is None:
+            if self._node.number > 0 and state.all_steps_taken(self._output):
+                ending = Ending(ExitCode.DONE, "every step has been taken; node 0 exports the student")
+                break
             supervisor = self._begin()
             try:
                 ending = supervisor.run()
@@ -101,7 +104,8 @@ class Launcher:
         if last is None:
             return None
         self._try = last
-        if last.ended is None:
+        # After the last step a kill has cost nothing, and there is no placement that could do better.
+        if last.ended is None and not state.all_steps_taken(self._output):
             message = (
                 f"try {last.number} has no end: it was probably killed whole, with its launcher, for the memory limit"
             )
@@ -131,10 +135,13 @@ class Launcher:
         idle = self._try.idle if self._try.code in _RETRIED and step <= self._try.step else 0
         self._try = state.Try(self._try.number + 1, time.time(), step, idle=idle + 1, limit=limit_bytes())
         self._file.write(self._try)
-        command = [*self._agent, *self._node.torchrun(), *self._program, *self._flags]
+        # The export needs no peers, and those of other nodes may have ended long ago.
+        alone = self._node.nodes > 1 and state.all_steps_taken(self._output)
+        node = Node(1) if alone else self._node
+        command = [*self._agent, *node.torchrun(), *self._program, *self._flags]
         return Supervisor(
             command,
-            self._node,
+            node,
             {
                 **os.environ,
                 records.COMMAND: report.shown(self._start),

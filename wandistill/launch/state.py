@@ -83,6 +83,14 @@ def newest_step(output_dir: Path) -> int:
     return 0
 
 
+def all_steps_taken(output_dir: Path) -> bool:
+    """Whether the last step's checkpoint is there, and only the export may be missing."""
+    with suppress(OSError, ValueError, KeyError):
+        record = json.loads((output_dir / "run.json").read_text(encoding="utf-8"))
+        return 0 < int(record["steps"]) <= newest_step(output_dir)
+    return False
+
+
 def replans(output_dir: Path) -> list[dict[str, Any]]:
     """The placements that launchers changed, the first one first."""
     with suppress(OSError, ValueError):

@@ -78,6 +78,11 @@ def checkpoints(root: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
+def step_of(path: Path) -> int:
+    """The step that the checkpoint at `path` was written after."""
+    return int(json.loads((path / "trainer.json").read_text())["step"])
+
+
 def damage(path: Path) -> str:
     """What is wrong with the checkpoint at `path`; empty if nothing is."""
     try:

@@ -87,6 +87,11 @@ class RunRecord:
         self._content = content
         return content.get("state") == "finished"
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run; 0 before its first try has begun."""
+        return int(self._content.get("steps", 0))
+
     def begin(self, config: TrainConfig, world_size: int, **sections: Any) -> None:
         """Notes the start of a try; `sections` are further parts of run.json, such as teacher and student."""
         history = self._content.get("history", [])

@@ -6,13 +6,16 @@ import dataclasses
 import logging
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from wandistill import teacher as placement
 from wandistill.config import TrainConfig, parse_resolution
 from wandistill.data.prepare import TrainingData, prepare_data
+from wandistill.data.source import read_source
 from wandistill.errors import PeerLost, WandistillError
 from wandistill.evaluate.report import write_report
 from wandistill.launch.memory import resident_bytes
@@ -55,8 +58,14 @@ def train(config: TrainConfig) -> None:
         config = with_replans(config, world)
         setup = resolve(config, world)
         set_precision(setup)
-        if _on_main(world, lambda: RunRecord(setup.output_dir, _identity(setup)).open(config.resume)):
+        record = RunRecord(setup.output_dir, _identity(setup))
+        if _on_main(world, lambda: record.open(config.resume)):
             _log.info(f"{setup.output_dir}: this run is finished; its student is in {setup.output_dir / 'student'}.")
+            return
+        last = _on_main(world, lambda: _last_step(setup, record))
+        if last is not None:
+            if world.is_main:
+                _export_left(setup, record, last)
             return
         with report_rank(setup.config, world) as reporter:
             settled = settle(setup.config, setup.folder, setup.spec, world)
@@ -161,7 +170,9 @@ def _train(
         _run_loop(setup, trained, teacher, data, sampler, objective, first, total_steps, record, memory, reporter)
     teacher.release()
     with reporter.during("export"):
-        _finish(setup, record, trained, total_steps, data.sample_prompts[0])
+        weights = trained.full_weights()
+        if world.is_main:
+            _export(setup, record, weights, total_steps, data.sample_prompts[0])
 
 
 def _length(setup: Setup, items: int) -> tuple[int, int]:
@@ -329,12 +340,27 @@ def _run_loop(
             log.close()
 
 
-def _finish(setup: Setup, record: RunRecord, trained: TrainedStudent, step: int, example_prompt: str) -> None:
-    """Exports the student; rank 0 alone works on, and nothing waits for it."""
+def _last_step(setup: Setup, record: RunRecord) -> Path | None:
+    """The checkpoint of the last step, where every step has been taken and only the export is missing."""
+    if not record.steps or setup.config.resume not in ("auto", "latest"):
+        return None
+    found, _ = checkpoint.choose(setup.output_dir / "checkpoints", "auto")
+    return found if found is not None and checkpoint.step_of(found) == record.steps else None
+
+
+def _export_left(setup: Setup, record: RunRecord, last: Path) -> None:
+    """Exports from the last step's checkpoint, on one rank: the others' nodes may have left long ago."""
+    config = setup.config
+    _log.info(f"{last}: every step has been taken; exporting the student.")
+    average = config.ema_decay > 0 and config.ema_device != "none"
+    weights = checkpoint.load_student_weights(last, average=average)
+    prompt = read_source(config).sample_prompts[0]
+    _export(setup, record, weights, record.steps, prompt)
+
+
+def _export(setup: Setup, record: RunRecord, weights: dict[str, Tensor], step: int, example_prompt: str) -> None:
+    """Writes student and report, and notes that the run is finished; on rank 0, which nothing waits for."""
     config, folder = setup.config, setup.folder
-    weights = trained.full_weights()
-    if not setup.world.is_main:
-        return
     export_student(
         empty_student(folder, setup.spec).transformer,
         folder,

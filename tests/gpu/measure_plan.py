@@ -51,7 +51,6 @@ DRAWN: dict[str, list[Any]] = {
     "teacher_dtype": ["bfloat16", "float32", "int8"],
 }
 ALONE, TOGETHER = ("gpu", "stream", "offload", "disk"), ("gpu0", "balanced", "sequential", "sharded")
-FAILED = 1  # torchrun's exit code where a rank's is another, such as that of DoesNotFit
 COMMON = {"max_steps": 8, "rollout_steps": 1, "warmup_steps": 1, "checkpoint_interval": 8, "guidance_scale": 4.0}
 TINY = {"num_layers": 4, "num_attention_heads": 2, "attention_head_dim": 32, "ffn_dim": 128, "text_dim": 32}
 
@@ -78,13 +77,11 @@ def main() -> None:
         print(f"{shape}, {ranks} ranks, {settings}", flush=True)
         config = prepared(args.work, shape, settings, tiny=args.tiny)
         row = {"shape": shape, "ranks": ranks, "drawn": drawn, "settings": settings, "planner": planner_version()}
-        try:
-            row["predicted"] = started(ranks, config, args.work, measure=False)
-        except subprocess.CalledProcessError as error:
-            if error.returncode != FAILED or not drawn:
-                raise
-            print("it does not fit here; another is drawn", flush=True)
-            wanted.append((*draw(random.SystemRandom(), args.gpus), True))
+        row["predicted"] = started(ranks, config, args.work, measure=False)
+        if "refused" in row["predicted"]:
+            print(row["predicted"]["refused"], flush=True)
+            if drawn:
+                wanted.append((*draw(random.SystemRandom(), args.gpus), True))
             continue
         row["measured"] = None
         rows.append(row)
@@ -168,10 +165,11 @@ def started(ranks: int, config: dict[str, Any], work: Path, *, measure: bool) ->
 
 
 def predict(values: dict[str, Any], out: Path) -> None:
-    """Measures the machine and plans as a run does, and writes what is needed to plan again elsewhere."""
+    """Measures the machine and plans as a run does; writes what is needed to plan again elsewhere, or the refusal."""
     import dataclasses
 
     from wandistill.config import from_mapping
+    from wandistill.errors import DoesNotFit
     from wandistill.planner.outcome import RankUse, side_by_side
     from wandistill.train import distributed
     from wandistill.train.placing import settle
@@ -182,7 +180,12 @@ def predict(values: dict[str, Any], out: Path) -> None:
     try:
         setup = resolve(config, world)
         set_precision(setup)
-        settled = settle(setup.config, setup.folder, setup.spec, world)
+        try:
+            settled = settle(setup.config, setup.folder, setup.spec, world)
+        except DoesNotFit as error:
+            if world.is_main:
+                out.write_text(json.dumps({"refused": str(error)}))
+            return
         if world.is_main:
             nothing = [RankUse(rank, probe.node, 1, 1, 0, 0) for rank, probe in enumerate(settled.probes)]
             figures = side_by_side(settled.decision, nothing, None)

@@ -40,7 +40,7 @@ from wandistill.train import distributed
 from wandistill.train.distributed import World
 from wandistill.train.watch import PeerWatch, peer_errors
 
-SECONDS_PER_WORLD = 240.0
+SECONDS_PER_WORLD = 600.0
 KILLED_AT_ONCE = 6
 
 

@@ -29,7 +29,7 @@ from wandistill.errors import ExitCode
 from wandistill.teacher import BUILDERS
 
 # Worlds of up to four ranks, one after the other: minutes with a core to themselves, more beside other tests.
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(1800)
 
 PROGRAM = Path(__file__).with_name("placement_world.py")
 
@@ -40,7 +40,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("placements")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder)], env=environment, capture_output=True, text=True, timeout=1150
+        [sys.executable, str(PROGRAM), str(folder)], env=environment, capture_output=True, text=True, timeout=1750
     )
     assert run.returncode == 0, run.stderr[-5000:]
     found: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))

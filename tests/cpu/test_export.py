@@ -135,6 +135,17 @@ def test_a_timestep_per_token_is_kept(tiny_wan: TinyWan, tmp_path: Path):
     assert open_teacher(str(student)).expand_timesteps
 
 
+def test_whoever_may_read_the_other_files_may_read_the_weights(tiny_wan: TinyWan, tmp_path: Path):
+    teacher = open_teacher(str(tiny_wan("t2v-1.3b")))
+    student = student_of(teacher)
+    folder, file = export(student, teacher, tmp_path / "student"), tmp_path / "student.safetensors"
+    export_comfyui(student.state_dict(), teacher.architecture, file, dtype=torch.float32)
+    usual = (folder / "transformer" / "config.json").stat().st_mode
+    (weights,) = (folder / "transformer").glob("*.safetensors")
+    assert weights.stat().st_mode == file.stat().st_mode == usual
+    assert {path.name for path in (folder / "transformer").iterdir()} == {"config.json", weights.name}
+
+
 def test_the_teachers_other_components_are_the_same_files(tiny_wan: TinyWan, tmp_path: Path):
     teacher = open_teacher(str(tiny_wan("t2v-a14b")))
     student = open_teacher(str(export(student_of(teacher), teacher, tmp_path / "student")))

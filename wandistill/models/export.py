@@ -125,7 +125,12 @@ def export_comfyui(
         PREFIX + original_name(name): stored_as(name, tensor, dtype)
         for name, tensor in transformer_weights(weights).items()
     }
-    _replace(destination, lambda target: save_file(renamed, target, metadata=file_metadata(architecture)))
+
+    def write(target: Path) -> None:
+        save_file(renamed, target, metadata=file_metadata(architecture))
+        _set_usual_mode(target)
+
+    _replace(destination, write)
 
 
 def read_settings(folder: Path) -> SampleSettings | None:
@@ -160,6 +165,16 @@ def _save_transformer(weights: Mapping[str, Tensor], config: dict[str, Any], tar
     model = empty_transformer(config)
     model.load_state_dict({name: stored_as(name, tensor, dtype) for name, tensor in weights.items()}, assign=True)
     model.save_pretrained(target)
+    for weights_file in target.glob("*.safetensors"):
+        _set_usual_mode(weights_file)
+
+
+def _set_usual_mode(file: Path) -> None:
+    """Gives a file the mode that umask gives others: safetensors leaves its files to their owner alone."""
+    usual = file.with_name(f".{file.name}.mode")
+    usual.touch()
+    shutil.copymode(usual, file)
+    usual.unlink()
 
 
 def _model_index(folder: WanFolder) -> dict[str, Any]:

@@ -250,6 +250,11 @@ class TrainConfig:
     )
 
     @property
+    def averages(self) -> bool:
+        """Whether an average of the student's weights is kept, to be exported in their place."""
+        return self.ema_decay > 0 and self.ema_device != "none"
+
+    @property
     def cache_path(self) -> Path:
         """The folder of the caches."""
         return Path(self.cache_dir) if self.cache_dir else Path(self.output_dir) / "cache"

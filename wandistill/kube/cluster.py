@@ -149,28 +149,19 @@ class Cluster:
 
     def access_modes(self, claim: str) -> list[str]:
         """How a claim may be mounted; none where it is not there or the account may not see it."""
-        with suppress(NotThere, Forbidden):
-            found = self._ask(
-                f"get claim {claim}",
-                self.core.read_namespaced_persistent_volume_claim,
-                claim,
-                self.namespace,
-                _preload_content=False,
-            )
-            return list(json.loads(found.data)["spec"].get("accessModes") or [])
-        return []
+        found = self._seen("claim", self.core.read_namespaced_persistent_volume_claim, claim)
+        return list(found["spec"].get("accessModes") or []) if found else []
 
     def config(self, name: str) -> dict[str, str]:
         """What a ConfigMap holds; nothing where it is not there or the account may not see it."""
+        return dict(self._seen("ConfigMap", self.core.read_namespaced_config_map, name).get("data") or {})
+
+    def _seen(self, kind: str, read: Callable[..., Any], name: str) -> Object:
+        """An object as the API writes it; empty where it is not there or the account may not see it."""
         with suppress(NotThere, Forbidden):
-            found = self._ask(
-                f"get ConfigMap {name}",
-                self.core.read_namespaced_config_map,
-                name,
-                self.namespace,
-                _preload_content=False,
-            )
-            return dict(json.loads(found.data).get("data") or {})
+            answer = self._ask(f"get {kind} {name}", read, name, self.namespace, _preload_content=False)
+            found: Object = json.loads(answer.data)
+            return found
         return {}
 
     def events(self, name: str) -> list[Object]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from wandistill.config import TrainConfig, parse_resolution
+from wandistill.config import parse_resolution
 from wandistill.errors import ConfigError
 from wandistill.evaluate.rundir import RunDirectory, read_run
 from wandistill.models.export import export_comfyui, export_student
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     folder = open_teacher(run.record["teacher"]["path"], config.teacher_revision)
     spec = student_spec(run.record["student"]["config"], folder.architecture)
     source = _find_checkpoint(directory, args.checkpoint)
-    average = _has_average(config) if args.ema is None else args.ema
+    average = config.averages if args.ema is None else args.ema
     weights = checkpoint.load_student_weights(source, average=average)
     dtype = getattr(torch, args.dtype)
     if args.format == "comfyui":
@@ -108,7 +108,3 @@ def _find_checkpoint(directory: Path, wanted: str) -> Path:
         there = ", ".join(other.name for other in checkpoint.checkpoints(root)) or "none"
         raise ConfigError(f"--checkpoint {wanted}: is not there; {root} has {there}.")
     return path
-
-
-def _has_average(config: TrainConfig) -> bool:
-    return config.ema_decay > 0 and config.ema_device != "none"

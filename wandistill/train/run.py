@@ -352,8 +352,7 @@ def _export_left(setup: Setup, record: RunRecord, last: Path) -> None:
     """Exports from the last step's checkpoint, on one rank: the others' nodes may have left long ago."""
     config = setup.config
     _log.info(f"{last}: every step has been taken; exporting the student.")
-    average = config.ema_decay > 0 and config.ema_device != "none"
-    weights = checkpoint.load_student_weights(last, average=average)
+    weights = checkpoint.load_student_weights(last, average=config.averages)
     prompt = read_source(config).sample_prompts[0]
     _export(setup, record, weights, record.steps, prompt)
 

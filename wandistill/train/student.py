@@ -66,7 +66,7 @@ class TrainedStudent:
                 )
         self._stepper = self.accelerator.prepare_optimizer(self.optimizer)
         self.average: Average | None = None
-        if config.ema_decay > 0 and config.ema_device != "none":
+        if config.averages:
             device = torch.device("cpu") if config.ema_device == "cpu" else world.device
             self.average = Average(self.module, config.ema_decay, device)
 

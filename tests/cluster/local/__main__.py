@@ -19,6 +19,7 @@ from tests.cluster.local.images import write_images
 from tests.cluster.local.init import StartError, run, tail
 from tests.cluster.local.node import write_node
 from tests.cluster.local.operator import install_operator
+from tests.tools import build as tools
 from tests.tools.build import BuildError, tool
 
 PACKAGES = {
@@ -36,18 +37,8 @@ NEEDS = (
     "in a privileged container. Else set KUBECONFIG to a cluster of your own."
 )
 UNSHARE = ("unshare", "--fork", "--pid", "--mount", "--net", "--mount-proc")
-PROGRAMS = (
-    "etcd",
-    "kube-apiserver",
-    "kube-controller-manager",
-    "kube-scheduler",
-    "kube-proxy",
-    "kubelet",
-    "kubectl",
-    "coredns",
-    "pause",
-    "training-operator",
-)
+# The others of the tests' tools run beside a cluster, not in it.
+PROGRAMS = tuple(name for name in tools.PROGRAMS if name not in ("helm", "kubeconform"))
 
 
 def up() -> None:

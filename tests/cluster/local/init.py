@@ -87,7 +87,7 @@ def main() -> None:
         programs(parts)
         parts.wait_for("nodes are ready", nodes_ready)
         layout.READY.touch()
-    except Exception as error:
+    except Exception as error:  # whatever it is, the log says it, and the one who waits reads the log
         print(f"{error}", flush=True)
         sys.exit(1)
     parts.bury()

@@ -1,7 +1,12 @@
-"""Makes tests/chart/schemas from Kubernetes' and the operator's own descriptions, reduced to the kinds that we make.
+"""Makes tests/chart/schemas from Kubernetes' and the operators' own descriptions, reduced to the kinds that we make.
 
 python -m tests.chart.reduce_schemas 1.34 kubernetes/api/openapi-spec/swagger.json
 python -m tests.chart.reduce_schemas pytorchjob training-operator/manifests/base/crds/kubeflow.org_pytorchjobs.yaml
+python -m tests.chart.reduce_schemas podmonitor prometheus-operator/.../monitoring.coreos.com_podmonitors.yaml
+python -m tests.chart.reduce_schemas prometheusrule prometheus-operator/.../monitoring.coreos.com_prometheusrules.yaml
+
+The Prometheus operator's are those of its v0.85.0, in example/prometheus-operator-crd of the Go module
+github.com/prometheus-operator/prometheus-operator.
 """
 
 from __future__ import annotations
@@ -45,14 +50,16 @@ def reduce_swagger(swagger: dict[str, Any]) -> dict[str, Any]:
 
 
 def reduce_crd(crd: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a PyTorchJob without its pods' templates, whose specs Kubernetes' own schema checks."""
+    """The schema of an operator's kind; a PyTorchJob's without its pods' templates, which Kubernetes' own checks."""
+    kind = crd["spec"]["names"]["kind"]
     version = next(one for one in crd["spec"]["versions"] if one["name"] == "v1")
     own = strict(version["schema"]["openAPIV3Schema"])
     own["properties"]["metadata"] = {"type": "object"}
-    own["properties"].pop("status")
-    replicas = own["properties"]["spec"]["properties"]["pytorchReplicaSpecs"]["additionalProperties"]
-    replicas["properties"]["template"] = {"type": "object"}
-    return {"kinds": {"PyTorchJob": "PyTorchJob"}, "definitions": {"PyTorchJob": own}}
+    own["properties"].pop("status", None)
+    if kind == "PyTorchJob":
+        replicas = own["properties"]["spec"]["properties"]["pytorchReplicaSpecs"]["additionalProperties"]
+        replicas["properties"]["template"] = {"type": "object"}
+    return {"kinds": {kind: kind}, "definitions": {kind: own}}
 
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
@@ -83,6 +90,6 @@ def references(schema: Any) -> list[str]:
 if __name__ == "__main__":
     name, source = sys.argv[1:]
     content = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
-    reduced = reduce_crd(content) if name == "pytorchjob" else reduce_swagger(content)
+    reduced = reduce_crd(content) if content.get("kind") == "CustomResourceDefinition" else reduce_swagger(content)
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / f"{name}.json").write_text(json.dumps(reduced, separators=(",", ":"), sort_keys=True) + "\n")

@@ -1,5 +1,6 @@
 """What `helm install` tells: the plan, how to watch, where the student will be."""
 
+import re
 import shutil
 
 import pytest
@@ -10,7 +11,8 @@ from wandistill.kube import fields, values
 from wandistill.kube.job import render
 from wandistill.kube.pools import jobs
 from wandistill.kube.sizes import pool_sizes
-from wandistill.kube.tables import step_text
+from wandistill.kube.tables import PLACEMENTS
+from wandistill.kube.times import step_text
 from wandistill.kube.values_command import computed
 
 
@@ -52,12 +54,63 @@ def test_it_tells_placement_memory_and_hours_as_planned_how_to_watch_and_where_t
     assert "helm test my-run" in text and "prepare " not in text
 
 
-def test_another_placement_than_auto_s_has_no_hours_and_computed_values_have(notes):
-    disk = {"pools": {"main": {"placement": "disk"}}}
-    assert "hours    not in the chart's tables for this placement" in notes(GPU, disk)
-    numbers = computed(values.resolve(GPU, disk))
-    assert f"for 20000 steps of {numbers['main']['stepSeconds']} s" in notes(GPU, disk, {"computed": numbers})
+def test_computed_values_bring_their_hours_and_epochs_leave_the_number_of_steps_open(notes):
+    more = {"training": {"gradient_accumulation_steps": 4}}
+    numbers = computed(values.resolve(GPU, more))
+    assert f"for 20000 steps of {numbers['main']['stepSeconds']} s" in notes(GPU, more, {"computed": numbers})
+    numbers["main"]["stepSeconds"] = ""
+    assert "hours    computed.main.stepSeconds is empty" in notes(GPU, more, {"computed": numbers})
     assert "hours    a step takes about" in notes(GPU, {"training": {"max_steps": 0}})
+
+
+SPLIT = fields.merge(
+    values.load(chart.PRESETS / "teacher-and-students.yaml"), fields.merge(chart.SAMPLE, chart.PROMPTS)
+)
+LARGE = {"gpu": "a100-80gb"}
+TIMED = {
+    **{
+        f"{placement.value} on a node": (GPU, {"gpu": "b200-180gb", "placement": placement.value})
+        for placement in PLACEMENTS
+    },
+    **{
+        f"{placement} on two nodes": (GPU, LARGE | {"nodes": 2, "placement": placement})
+        for placement in ("stream", "sharded", "balanced", "sequential", "cpu")
+    },
+    "gpu0 whose teacher's rank only serves": (GPU, {"gpu": "a100-40gb", "dtype": "int8", "placement": "gpu0"}),
+    "a rank alone on each of two nodes": (GPU, LARGE | {"nodes": 2, "gpusPerNode": 1, "placement": "stream"}),
+    "a rank alone on each of eight nodes": (GPU, LARGE | {"nodes": 8, "gpusPerNode": 1}),
+    "float32": (GPU, {"gpu": "h200-141gb", "dtype": "float32", "placement": "offload"}),
+    "int8": (GPU, {"dtype": "int8", "placement": "stream"}),
+    "ranks without GPUs": (
+        fields.merge(values.load(chart.PRESETS / "cpu-demo.yaml"), chart.SAMPLE),
+        {"processesPerNode": 4, "placement": "balanced"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("preset", "pool"), TIMED.values(), ids=TIMED)
+def test_a_placement_of_one_s_own_has_the_planner_s_hours(notes, preset, pool):
+    (name,) = preset["pools"]
+    shared = {"create": {"accessModes": ["ReadWriteMany"]}}
+    claims = {"output": shared, "teacher": {"cache": shared}} if pool.get("gpu") else {"output": shared}
+    layers = [preset, claims, {"pools": {name: pool}}]
+    resolved = values.resolve(*layers)
+    assert_seconds(notes(*layers), pool_sizes(resolved, jobs(resolved)[0]).step_seconds)
+
+
+@pytest.mark.parametrize("teacher", ["a100-80gb", "b200-180gb"])
+@pytest.mark.parametrize("nodes", [1, 7])
+def test_teacher_and_students_take_as_long_as_the_slower_of_the_two(notes, teacher, nodes):
+    layers = [SPLIT, {"pools": {"teacher": {"gpu": teacher}, "students": {"nodes": nodes}}}]
+    resolved = values.resolve(*layers)
+    assert_seconds(notes(*layers), pool_sizes(resolved, jobs(resolved)[0]).step_seconds)
+
+
+def assert_seconds(text, planned):
+    """The step that NOTES tells is the planned one, to the two digits that it has."""
+    (told,) = re.findall(r"for \d+ steps of (\S+) s", text)
+    assert float(told) == pytest.approx(planned, rel=0.055)
+    assert float(told) == float(f"{float(told):.2g}")
 
 
 def test_it_tells_what_comes_before_and_who_decides(notes):
@@ -69,8 +122,7 @@ def test_it_tells_what_comes_before_and_who_decides(notes):
 
 
 def test_teacher_and_students_have_memories_of_their_own(notes):
-    own = values.load(chart.PRESETS / "teacher-and-students.yaml")
-    text = notes(own, fields.merge(chart.SAMPLE, chart.PROMPTS))
+    text = notes(SPLIT)
     assert "placement gpu0" in text and "(the Master's: " in text
 
 

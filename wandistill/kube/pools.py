@@ -219,7 +219,7 @@ def question(values: Mapping[str, Any], job: JobPools) -> Question:
     )
     machines = one_node(gpu, pool.ranks, parse_bytes(str(memory)) if memory else None)
     request = request_of_config(resolved, model, student, machines)
-    return Question(request, pool.nodes > 1, run.on_oom == "replan")
+    return Question(request, pool.nodes, run.on_oom == "replan")
 
 
 def inputs(values: Mapping[str, Any], pool: Pool) -> str:

@@ -15,6 +15,7 @@ from wandistill.planner.request import Machines, PlanRequest
 from wandistill.planner.student_memory import StudentMemory, student_memory
 from wandistill.planner.teacher_memory import spread
 from wandistill.planner.terms import Phases
+from wandistill.planner.timing import step_time
 from wandistill.units import GIB, MIB, format_bytes
 
 _UNLIMITED = 2**50
@@ -39,11 +40,17 @@ class Question:
 
     Args:
         run: the question about one node of the pool, whose memory is not limited.
+        nodes: of the pool.
     """
 
     run: PlanRequest
-    several_nodes: bool
+    nodes: int = 1
     replan: bool = False  # whether the launcher may change the placement when memory runs out
+
+    @property
+    def several_nodes(self) -> bool:
+        """Whether there is more than one."""
+        return self.nodes > 1
 
     def request(self) -> PlanRequest:
         """The question to the planner.
@@ -83,7 +90,7 @@ def sizes(question: Question) -> Sizes:
     request = question.request()
     student = student_memory(request)
     row = _row(question, request, student)
-    own = row_sizes(request, row)
+    own = replace(row_sizes(request, row), step_seconds=_step_seconds(question, row))
     if not question.replan or not request.on_gpu:
         return own
     memory, shm = fallback_memory(request, [evaluate(request, student, placement) for placement in FALLBACKS])
@@ -134,7 +141,24 @@ def teacher_and_students(question: Question, teacher_gpu: Gpu | None) -> tuple[S
                 f"{format_bytes(part.device.peak)} needed, {format_bytes(room)} there"
             )
         made.append(part.sizes())
-    return made[0], made[1]
+    return made[0], replace(made[1], step_seconds=_split_step_seconds(question, teacher_gpu))
+
+
+def _step_seconds(question: Question, row: Row) -> float:
+    """Of a step on all nodes of the pool."""
+    request = question.run.change_machines(nodes=question.nodes)
+    serves_only = row.settings.get("teacher_rank_trains") == "no"
+    return step_time(request, row.placement, row.places, serves_only=serves_only).step
+
+
+def _split_step_seconds(question: Question, teacher_gpu: Gpu | None) -> float:
+    """The teacher's pod works ahead while the students' train: the slower of them makes the step."""
+    run = question.run
+    alone = run.change(machines=one_node(teacher_gpu, 1))
+    one = step_time(alone, Placement.GPU, None, serves_only=False).teacher
+    students = run.change_machines(nodes=question.nodes + 1)
+    train = step_time(students, Placement.GPU, None, serves_only=False).train
+    return max(one * question.nodes * run.machines.ranks, train)
 
 
 @dataclass(frozen=True)
@@ -174,7 +198,7 @@ def row_sizes(request: PlanRequest, row: Row) -> Sizes:
     memory, shm = pod_memory(request, row.node.host.peak, row.node.shm)
     # What the plan lets sequential fill of a GPU, the trainer measures itself.
     settings = {key: value for key, value in row.settings.items() if key == "teacher_rank_trains"}
-    return Sizes(row.placement, memory, shm, settings, row.time.step if row.time else None)
+    return Sizes(row.placement, memory, shm, settings)
 
 
 def prepare_memory(model: Model) -> int:

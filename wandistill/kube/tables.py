@@ -3,8 +3,9 @@
 A file for each teacher (and one more for the embedded teacher without GPU). Templates look up and never calculate:
 `rows` gives for a student, profile, resolution, ranks, dtype and placement one cell for each batch size with and
 without gradient checkpointing: `verdict,gigabytes,size`, where a verdict is a letter for each GPU. `auto` gives the
-placement that auto takes, `seconds` those of a step with it on each GPU. Texts that recur are in lists beside, so that
-the release's Secret stays small.
+placement that auto takes. A step is the teacher's part of it, in `teacher` for each placement, and what no placement
+changes, in `train`: every student waits alike for the teacher, but under sequential, which fills what a student leaves.
+Texts that recur are in lists beside, so that the release's Secret stays small.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import wandistill
 from wandistill.catalog import Gpu, gpus, models
 from wandistill.kube.sizing import FALLBACKS, Question, fallback_memory, one_node, row_sizes, split
+from wandistill.kube.times import NODES, answer_times, teacher_times, train_times
 from wandistill.planner.memory import cublas_workspaces
 from wandistill.planner.placements import Placement
 from wandistill.planner.plan import Row, evaluate
@@ -45,6 +47,7 @@ _SOURCES = (
     "student_keys.py",
     "kube/sizing.py",
     "kube/tables.py",
+    "kube/times.py",
 )
 # dtypes that take the same bytes have the same rows.
 DTYPES = {
@@ -92,48 +95,62 @@ def build(name: str) -> dict[str, Any]:
     model = models()[teacher]
     students = {student: student_spec(student, model.architecture) for student in span.students}
     slots = [(batch, again) for batch in span.batches for again in (False, True)]
-    verdicts, numbers, autos = _Index(), _Index(), _Index()
+    verdicts, numbers, autos, seconds = _Index(), _Index(), _Index(), _Index()
+
+    def ask(
+        student: str, optimizer: str, mixed: str, resolution: str, ranks: str, batch: int, again: bool
+    ) -> PlanRequest:
+        width, height = map(int, resolution.split("x"))
+        return PlanRequest(
+            model=model,
+            student=students[student].architecture,
+            student_name=student,
+            machines=one_node(cards[0], int(ranks)),
+            width=width,
+            height=height,
+            batch_size=batch,
+            gradient_checkpointing=again,
+            optimizer=optimizer,
+            mixed_precision=mixed,
+        )
+
     rows: dict[str, str] = {}
     auto: dict[str, str] = {}
-    seconds: dict[str, str] = {}
+    waits: dict[str, list[str]] = {}
     for student, (optimizer, mixed), resolution, ranks, dtype in product(
         span.students, span.profiles, span.resolutions, (*RANKS, "1+"), sorted(set(DTYPES.values()))
     ):
         before = f"{student}/{optimizer}-{mixed}/{resolution}"
-        width, height = map(int, resolution.split("x"))
         columns: dict[str, list[str]] = {}
         chosen: tuple[list[str], list[str]] = ([], [])  # on one node, on several
-        taken: tuple[list[str], list[str]] = ([], [])
-        for batch, again in slots:
-            run = PlanRequest(
-                model=model,
-                student=students[student].architecture,
-                student_name=student,
-                machines=one_node(cards[0], int(ranks.rstrip("+"))),
-                width=width,
-                height=height,
-                batch_size=batch,
-                gradient_checkpointing=again,
-                teacher_dtype=dtype,
-                optimizer=optimizer,
-                mixed_precision=mixed,
+        for slot, (batch, again) in enumerate(slots):
+            run = ask(student, optimizer, mixed, resolution, ranks.rstrip("+"), batch, again).change(
+                teacher_dtype=dtype
             )
-            question = Question(run, several_nodes=ranks.endswith("+"))
+            question = Question(run, 2 if ranks.endswith("+") else 1)
             answers = _Answers(question, cards)
             for placement, cell in answers.cells.items():
                 text = f"{verdicts.of(cell.letters)},{cell.needed},{numbers.of(f'{cell.memory} {cell.shm}')}"
                 columns.setdefault(placement, []).append(text)
+            for placement in answers.timed() if ranks != "1+" else ():
+                own = f"{student}/{optimizer}-{mixed}/" if placement == Placement.SEQUENTIAL.value else ""
+                column = waits.setdefault(f"{own}{resolution}/{ranks}/{dtype}/{placement}", [])
+                if len(column) == slot:
+                    column.append(seconds.of(answers.teacher_times(placement)))
             for index, spans in enumerate((True, False)):
-                choices = answers.choices(spans_job=spans)
-                chosen[index].append(autos.of("".join(letter for letter, _ in choices)))
-                taken[index].append(" ".join(step for _, step in choices))
+                chosen[index].append(autos.of(answers.choices(spans_job=spans)))
         rows |= {f"{before}/{ranks}/{dtype}/{placement}": " ".join(column) for placement, column in columns.items()}
         if ranks != "1+":
             auto[f"{before}/{ranks}/{dtype}"] = " ".join(chosen[0])
-            seconds[f"{before}/{ranks}/{dtype}"] = "|".join(taken[0])
         if ranks != "1":
             auto[f"{before}/{ranks.rstrip('+')}+/{dtype}"] = " ".join(chosen[1])
-            seconds[f"{before}/{ranks.rstrip('+')}+/{dtype}"] = "|".join(taken[1])
+    train: dict[str, str] = {}
+    for student, (optimizer, mixed), resolution, ranks, (more, nodes) in product(
+        span.students, span.profiles, span.resolutions, RANKS, NODES.items()
+    ):
+        runs = [ask(student, optimizer, mixed, resolution, ranks, batch, again) for batch, again in slots]
+        column = [seconds.of(train_times(run, cards, nodes)) for run in runs]
+        train[f"{student}/{optimizer}-{mixed}/{resolution}/{ranks}{more}"] = " ".join(column)
     return {
         "gpus": {card.name if card else NONE: index for index, card in enumerate(cards)},
         "slots": {f"{batch}{'c' if again else ''}": index for index, (batch, again) in enumerate(slots)},
@@ -141,8 +158,10 @@ def build(name: str) -> dict[str, Any]:
         "sizes": numbers.texts,
         "autos": autos.texts,
         "auto": auto,
-        "seconds": seconds,
         "rows": rows,
+        "teacher": {key: " ".join(column) for key, column in waits.items()},
+        "train": train,
+        "seconds": seconds.texts,
     }
 
 
@@ -183,11 +202,25 @@ class _Answers:
             letters = "".join(self._letter(part.device.peak, card) for card in cards)
             self.cells[name] = Cell(letters, _gigabytes(part.device.peak), sized.memory, sized.shm)
 
-    def choices(self, *, spans_job: bool) -> list[tuple[str, str]]:
-        """What auto takes on each GPU: a letter, and the seconds of its step."""
-        return [self._choice(index, spans_job) for index in range(len(self.cards))]
+    def choices(self, *, spans_job: bool) -> str:
+        """What auto takes: a letter for each GPU."""
+        return "".join(self._choice(index, spans_job) for index in range(len(self.cards)))
 
-    def _choice(self, index: int, spans_job: bool) -> tuple[str, str]:
+    def timed(self) -> list[str]:
+        """Cells that have the teacher's part of a step: all but those that are sizes alone."""
+        return [name for name in self.cells if name not in (STUDENTS_POD, REPLAN)]
+
+    def teacher_times(self, name: str) -> str:
+        """Seconds of the teacher's part of a step for the cell `name`, on each GPU."""
+        if name == TEACHER_POD:
+            return answer_times(self.request, self.cards)
+        if name in (Placement.GPU0.value, SERVES_ONLY):
+            serves = name == SERVES_ONLY
+            rows = self.rows["gpu0-no" if serves else "gpu0-yes"]
+            return teacher_times(self.request, Placement.GPU0, rows, self.cards, serves_only=serves)
+        return teacher_times(self.request, Placement(name), self.rows[name], self.cards)
+
+    def _choice(self, index: int, spans_job: bool) -> str:
         free = [
             placement
             for placement in PLACEMENTS
@@ -196,10 +229,10 @@ class _Answers:
             and (spans_job or placement is not Placement.GPU0)
         ]
         if not free:
-            return NO, "-"
+            return NO
         times = {each: self._time(each, index) for each in ([Placement.GPU] if Placement.GPU in free else free)}
         best = max(times, key=lambda each: times[each].samples_per_second)
-        return LETTERS[best.value], step_text(times[best].step)
+        return LETTERS[best.value]
 
     def _time(self, placement: Placement, index: int) -> StepTime:
         name, serves = placement.value, False
@@ -282,11 +315,6 @@ class _Index:
 def _workspaces(card: Gpu | None) -> int:
     assert card is not None
     return cublas_workspaces(card)
-
-
-def step_text(seconds: float) -> str:
-    """Seconds as the tables write them: a plan is not more exact."""
-    return f"{float(f'{seconds:.2g}'):g}"
 
 
 def _gigabytes(size: int) -> str:

@@ -10,7 +10,7 @@ from wandistill.kube.pools import check_training, inputs, jobs
 from wandistill.kube.render_command import add_values, read, to_yaml
 from wandistill.kube.rules import check_values
 from wandistill.kube.sizes import pool_sizes
-from wandistill.kube.tables import step_text
+from wandistill.kube.times import step_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -35,6 +35,11 @@ class StepTime:
     samples_per_second: float
     formulas: tuple[str, ...]
 
+    @property
+    def train(self) -> float:
+        """All but the teacher's part."""
+        return self.student + self.optimizer + self.communication
+
     def to_json(self) -> dict[str, object]:
         """As JSON."""
         return {

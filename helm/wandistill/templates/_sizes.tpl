@@ -1,7 +1,7 @@
 {{/*
 The sizes of a job's pods as JSON: {placement, settings, pod, master}, and what NOTES tells of the plan: {needed, seconds},
-GiB of the fullest GPU and seconds of a step, empty where no table has them. They come from the tables that the planner made,
-or from `computed`; nothing is calculated here. Takes dict "root", "job".
+GiB of the fullest GPU (empty with `computed`) and seconds of a step. Sizes come from the tables that the planner made, or
+from `computed`, and none is calculated here; a step's seconds are put together of the teacher's part and the rest. Takes dict "root", "job".
 */}}
 {{- define "wandistill.sizes" -}}
 {{- $root := .root -}}
@@ -118,10 +118,14 @@ or from `computed`; nothing is calculated here. Takes dict "root", "job".
 {{- $cell = include "wandistill.cell" (dict "table" $table "rows" $rows "placement" "gpu0-serves" "index" $index "column" $column) | fromJson -}}
 {{- end -}}
 {{- $needed := $cell.needed -}}
-{{- $seconds := "" -}}
-{{- if and (ne $letter "n") (eq $placement (default "" (index $catalog.letters $letter))) -}}
-{{- $seconds = index (splitList " " (index (splitList "|" (index $table.seconds $auto)) $index)) $column -}}
-{{- end -}}
+{{- $waits := printf "%s/%d/%s" $resolution (int $pool.ranks) $dtype -}}
+{{- if eq $placement "sequential" }}{{ $waits = printf "%s/%d/%s" $before (int $pool.ranks) $dtype }}{{ end -}}
+{{- $way := ternary (ternary "gpu0-teacher" "gpu0-serves" .job.split) $placement (or .job.split $serves) -}}
+{{- $waits = index $table.teacher (printf "%s/%s" $waits $way) -}}
+{{- $nodes := add (int $pool.nodes) (ternary 1 0 .job.split) -}}
+{{- $train := printf "%s/%d%s" $before (int $pool.ranks) (ternary "" (ternary "+" "++" (eq $nodes 2)) (eq $nodes 1)) -}}
+{{- $trainSeconds := include "wandistill.seconds" (dict "table" $table "row" (index $table.train $train) "index" $index "column" $column) -}}
+{{- $teacherSeconds := "" -}}
 {{- $cells := dict "table" $table "rows" $rows "index" $index "column" $column -}}
 {{- if and $pool.onGpu (eq "replan" (default "" $training.on_oom)) -}}
 {{- $cell = include "wandistill.cell" (merge (dict "placement" "replan") $cells) | fromJson -}}
@@ -140,7 +144,14 @@ or from `computed`; nothing is calculated here. Takes dict "root", "job".
 {{- if eq $master.verdict "n" -}}
 {{- fail (printf "pools.teacher: placement gpu0 does not fit: %s GiB needed on its GPU, %s has %s: %s." $master.needed $other (index $catalog.usable $other) $what) -}}
 {{- end -}}
+{{- $one := include "wandistill.seconds" (dict "table" $table "row" $waits "index" $index "column" (int (index $table.gpus $other))) -}}
+{{- $teacherSeconds = mulf $one $pool.nodes $pool.ranks -}}
+{{- else -}}
+{{- $teacherSeconds = include "wandistill.seconds" (dict "table" $table "row" $waits "index" $index "column" $column) -}}
 {{- end -}}
+{{- /* A rank that only serves works ahead while the others train. */ -}}
+{{- $step := ternary (maxf $teacherSeconds $trainSeconds) (addf $teacherSeconds $trainSeconds) (or .job.split $serves) -}}
+{{- $seconds := printf "%.2g" $step | float64 | toString -}}
 {{- dict "placement" $placement "settings" $settings "needed" $needed "seconds" $seconds "memory" $cell.memory "shm" $cell.shm "masterMemory" $master.memory "masterShm" $master.shm | toJson -}}
 {{- end }}
 
@@ -155,4 +166,9 @@ or from `computed`; nothing is calculated here. Takes dict "root", "job".
 {{- else -}}
 {{- dict "there" false | toJson -}}
 {{- end -}}
+{{- end }}
+
+{{/* Seconds on a GPU, of a row that has the number of a text for each batch size. Takes dict "table", "row", "index", "column". */}}
+{{- define "wandistill.seconds" -}}
+{{- index (splitList " " (index .table.seconds (int (index (splitList " " .row) .index)))) .column -}}
 {{- end }}

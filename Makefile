@@ -52,16 +52,19 @@ test-metrics: setup .tools/prometheus ## promtool on rules and alerts, a real Pr
 image: ## build the images `control` and `train`: IMAGE, TAG and BUILD_ARGS as docker/build.sh says
 	docker/build.sh
 
+kind: setup ## start a cluster of kind with the images and the training operator, where Docker or podman runs
+	$(RUN) -m tests.cluster.kind up
+
 e2e: setup ## the cluster tests, on the cluster of KUBECONFIG, or on a cluster that is started here
-	[ -n "$$KUBECONFIG" ] || $(RUN) -m tests.cluster.local up
+	$(RUN) -m tests.cluster.clusters up
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -p no:xdist -m "cluster and not full" tests/cluster
 
 e2e-full: setup ## the same with the scenarios that take long or change seldom
-	[ -n "$$KUBECONFIG" ] || $(RUN) -m tests.cluster.local up
+	$(RUN) -m tests.cluster.clusters up
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -p no:xdist -m cluster tests/cluster
 
-e2e-down: setup ## end the cluster that `make e2e` started, and remove all that it made
-	$(RUN) -m tests.cluster.local down
+e2e-down: setup ## end the cluster that `make e2e` or `make kind` started, and remove all that it made
+	$(RUN) -m tests.cluster.clusters down
 
 ##@ Work on the code
 generate: setup ## renew what is made from the code: README's tree and metrics, dashboards, the chart's tables, k8s/
@@ -96,4 +99,4 @@ $(VENV)/.installed: pyproject.toml uv.lock
 	mv .tools/unpacked/usr/bin/promtool .tools/unpacked/usr/bin/prometheus .tools && rm -r .tools/unpacked .tools/*.deb
 	@touch $@
 
-.PHONY: help setup demo demo-others lint test test-slow test-demo test-metrics test-chart image e2e e2e-full e2e-down generate verify bench bench-metrics clean
+.PHONY: help setup demo demo-others lint test test-slow test-demo test-metrics test-chart image kind e2e e2e-full e2e-down generate verify bench bench-metrics clean

@@ -1,20 +1,42 @@
-"""Which cluster the tests run on: that of $KUBECONFIG, or the one that `python -m tests.cluster.local up` starts."""
+"""Which cluster the tests run on: that of $KUBECONFIG, one of kind where a container engine runs, or plain binaries.
+
+`python -m tests.cluster.clusters up` starts the one that is not the user's own, and `down` ends it.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.cluster.kind import __main__ as kind
 from tests.cluster.kubectl import Kubectl
+from tests.cluster.local import __main__ as binaries
 from tests.cluster.local import layout
-from tests.cluster.local.__main__ import up
+from tests.cluster.local.init import StartError
+from tests.tools.build import BuildError
 
 # The claims that tests make: each namespace has a volume for each, and takes no other's.
 CLAIMS = ("output", "demo-output", "shared", "distil-cpu-demo-output")
 # What a cluster of the user's own has to say beside its kubeconfig.
 SETTINGS = ("WANDISTILL_E2E_TRAIN_IMAGE", "WANDISTILL_E2E_CONTROL_IMAGE", "WANDISTILL_E2E_STORAGE_CLASS")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A folder that all nodes of a cluster have."""
+
+    folder: Path  # as the nodes see it
+    nodes: Sequence[str]
+    inside: Sequence[str] = ()  # before a command that looks into it
+
+    def run(self, *command: str) -> None:
+        subprocess.run([*self.inside, *command], check=True, capture_output=True)
 
 
 @dataclass(frozen=True)
@@ -25,40 +47,52 @@ class Cluster:
     train_image: str
     control_image: str
     storage_class: str
-    local: bool
+    local: bool = False  # of plain binaries on this machine
+    shared: Shared | None = None  # what claims are made of, where no provisioner makes them
 
     def make_volumes(self, kubectl: Kubectl) -> None:
-        """On the local cluster: folders of this machine that pods of both nodes share, for the namespace's claims."""
-        if self.local:
+        """Volumes for the namespace's claims, in a folder that pods of all nodes share."""
+        if self.shared is not None:
             kubectl.apply(storage_class(self.storage_class))
-            for name in volume_names(kubectl):
-                (layout.VOLUMES / name).mkdir(parents=True, exist_ok=True)
-            kubectl.apply(*(volume(kubectl.namespace, claim, self.storage_class) for claim in CLAIMS))
+            self.shared.run("mkdir", "-p", *(str(self.shared.folder / name) for name in volume_names(kubectl)))
+            made = (volume(kubectl.namespace, claim, self.storage_class, self.shared) for claim in CLAIMS)
+            kubectl.apply(*made)
 
     def remove_volumes(self, kubectl: Kubectl) -> None:
-        if self.local:
+        if self.shared is not None:
             kubectl.run("delete", "pv", *volume_names(kubectl), "--ignore-not-found")
-            for name in volume_names(kubectl):
-                if (layout.VOLUMES / name).exists():
-                    shutil.rmtree(layout.VOLUMES / name)
+            self.shared.run("rm", "-rf", *(str(self.shared.folder / name) for name in volume_names(kubectl)))
 
 
 def current() -> Cluster:
-    """The cluster to test on; without $KUBECONFIG the local one, started if it doesn't run.
+    """The cluster to test on; without $KUBECONFIG one that is started if it doesn't run.
 
     Raises:
+        StartError: it did not start.
         ValueError: $KUBECONFIG names a cluster, but not which images and storage class it has.
     """
-    kubeconfig = os.environ.get("KUBECONFIG")
-    if kubeconfig and Path(kubeconfig) != layout.KUBECONFIG:
+    kubeconfig = os.environ.get("KUBECONFIG", "")
+    if kubeconfig not in ("", str(layout.KUBECONFIG), str(kind.KUBECONFIG)):
         if missing := [name for name in SETTINGS if not os.environ.get(name)]:
             raise ValueError(
                 f"KUBECONFIG is {kubeconfig}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: "
                 f"name the images that this cluster can pull and a storage class with ReadWriteMany."
             )
-        return Cluster(Path(kubeconfig), *(os.environ[name] for name in SETTINGS), local=False)
-    up()
-    return Cluster(layout.KUBECONFIG, layout.TRAIN_IMAGE, layout.CONTROL_IMAGE, "shared", local=True)
+        return Cluster(Path(kubeconfig), *(os.environ[name] for name in SETTINGS))
+    images = (layout.TRAIN_IMAGE, layout.CONTROL_IMAGE)
+    if kind.engine() and kubeconfig != str(layout.KUBECONFIG):
+        kind.up()
+        shared = Shared(kind.VOLUMES, kind.NODES, kind.inside())
+        return Cluster(kind.KUBECONFIG, *images, "shared", shared=shared)
+    binaries.up()
+    return Cluster(layout.KUBECONFIG, *images, "shared", local=True, shared=Shared(layout.VOLUMES, layout.NODES))
+
+
+def down() -> None:
+    """Ends what was started here, of both kinds."""
+    kind.down()
+    if shutil.which("ip"):  # else the other has not run here
+        binaries.down()
 
 
 def volume_names(kubectl: Kubectl) -> list[str]:
@@ -75,10 +109,10 @@ def storage_class(name: str) -> dict:
     }
 
 
-def volume(namespace: str, claim: str, storage: str) -> dict:
+def volume(namespace: str, claim: str, storage: str, shared: Shared) -> dict:
     """A volume of type `local` and not hostPath: the kubelet gives it to the pod's fsGroup, as on a real share."""
     name = f"{namespace}-{claim}"
-    terms = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": list(layout.NODES)}]}]
+    terms = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": list(shared.nodes)}]}]
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolume",
@@ -89,7 +123,22 @@ def volume(namespace: str, claim: str, storage: str) -> dict:
             "persistentVolumeReclaimPolicy": "Retain",
             "storageClassName": storage,
             "claimRef": {"namespace": namespace, "name": claim},
-            "local": {"path": str(layout.VOLUMES / name)},
+            "local": {"path": str(shared.folder / name)},
             "nodeAffinity": {"required": {"nodeSelectorTerms": terms}},
         },
     }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("action", choices=("up", "down"))
+    try:
+        {"up": current, "down": down}[parser.parse_args().action]()
+    except (StartError, BuildError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

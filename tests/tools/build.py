@@ -41,6 +41,7 @@ PROGRAMS: dict[str, tuple[str, str, str]] = {
     "training-operator": ("operator", "github.com/kubeflow/training-operator/cmd/training-operator.v1", ""),
     "helm": ("helm", "helm.sh/helm/v3/cmd/helm", ""),
     "kubeconform": ("kubeconform", "github.com/yannh/kubeconform/cmd/kubeconform", ""),
+    "kind": ("kind", "sigs.k8s.io/kind", ""),
     "etcd": ("etcd", "go.etcd.io/etcd/server/v3", ""),
     "coredns": ("coredns", "wandistill.test/coredns", ""),
     "pause": ("pause", "wandistill.test/pause", ""),

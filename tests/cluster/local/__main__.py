@@ -38,7 +38,7 @@ NEEDS = (
 )
 UNSHARE = ("unshare", "--fork", "--pid", "--mount", "--net", "--mount-proc")
 # The others of the tests' tools run beside a cluster, not in it.
-PROGRAMS = tuple(name for name in tools.PROGRAMS if name not in ("helm", "kubeconform"))
+PROGRAMS = tuple(name for name in tools.PROGRAMS if name not in ("helm", "kubeconform", "kind"))
 
 
 def up() -> None:
@@ -62,7 +62,7 @@ def up() -> None:
     write_access()
     make_cgroups()
     start()
-    install_operator(layout.KUBECONFIG, layout.STATE / "operator")
+    install_operator(layout.KUBECONFIG, layout.STATE / "operator", layout.OPERATOR_IMAGE)
     print(f"cluster is up after {time.monotonic() - began:.0f} s: export KUBECONFIG={layout.KUBECONFIG}")
 
 

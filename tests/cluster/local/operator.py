@@ -16,16 +16,17 @@ PROBE = {"initialDelaySeconds": 1, "periodSeconds": 2}
 CONTAINER = "/spec/template/spec/containers/0"
 
 
-def install_operator(kubeconfig: Path, folder: Path) -> None:
+def install_operator(kubeconfig: Path, folder: Path, image: str | None = None) -> None:
     """Applies the manifests and waits until the operator answers.
 
     Args:
         kubeconfig: the cluster's.
         folder: where the kustomization is written.
+        image: of the operator, in place of its manifests' own.
     """
     folder.mkdir(parents=True, exist_ok=True)
     patch = [
-        {"op": "replace", "path": f"{CONTAINER}/image", "value": layout.OPERATOR_IMAGE},
+        *([{"op": "replace", "path": f"{CONTAINER}/image", "value": image}] if image else []),
         {
             "op": "replace",
             "path": f"{CONTAINER}/args/0",

@@ -49,6 +49,10 @@ def own_namespace(cluster: Cluster, name: str, session: pytest.Session) -> Itera
     cluster.make_volumes(kubectl)
     try:
         yield kubectl
+    except Exception as error:  # of a fixture that made something in it; a test's own comes to the hook below
+        _note_failure(session, kubectl)
+        error.add_note(f"namespace {kubectl.namespace}\n{kubectl.describe()}")
+        raise
     finally:
         if not (kubectl.namespace in session.stash.get(FAILED, set()) and os.environ.get("WANDISTILL_E2E_KEEP")):
             remove(kubectl, wait=False)
@@ -68,6 +72,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
         arguments = getattr(item, "funcargs", {})
         for kubectl in (arguments.get("namespace"), getattr(arguments.get("demo"), "kubectl", None)):
             if kubectl is not None:
-                item.session.stash.setdefault(FAILED, set()).add(kubectl.namespace)
+                _note_failure(item.session, kubectl)
                 report.sections.append((f"namespace {kubectl.namespace}", kubectl.describe()))
     return report
+
+
+def _note_failure(session: pytest.Session, kubectl: Kubectl) -> None:
+    session.stash.setdefault(FAILED, set()).add(kubectl.namespace)

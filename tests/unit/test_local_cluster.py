@@ -5,9 +5,11 @@ import json
 import os
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.cluster import conftest
 from tests.cluster.local import __main__ as local
 from tests.cluster.local import images, layout, runc
 from tests.cluster.local.init import StartError
@@ -66,3 +68,28 @@ def test_a_changed_pin_is_built_anew(tmp_path: Path, monkeypatch):
 
     assert before.is_relative_to(tmp_path / "cache" / "wandistill" / "tools")
     assert build.bin_dir("helm") != before
+
+
+def test_what_failed_while_a_fixture_was_made_comes_with_its_pods_and_logs(monkeypatch):
+    class Kubectl:
+        namespace = "e2e-demo"
+
+        def __init__(self, kubeconfig, namespace):
+            self.asked = []
+
+        def run(self, *arguments):
+            self.asked.append(arguments[0])
+
+        def describe(self):
+            assert self.asked.count("delete") == 3  # of the start: the pods are still there
+            return "--- logs of pod/master"
+
+    monkeypatch.setattr(conftest, "Kubectl", Kubectl)
+    cluster = SimpleNamespace(kubeconfig=None, remove_volumes=lambda kubectl: None, make_volumes=lambda kubectl: None)
+    session = SimpleNamespace(stash=pytest.Stash())
+
+    with pytest.raises(TimeoutError) as raised, conftest.own_namespace(cluster, "demo", session):
+        raise TimeoutError("the demo did not end")
+
+    assert raised.value.__notes__ == ["namespace e2e-demo\n--- logs of pod/master"]
+    assert session.stash[conftest.FAILED] == {"e2e-demo"}

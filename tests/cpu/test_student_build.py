@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from wandistill.models.student import (
 )
 from wandistill.models.wan import WanFolder, open_teacher
 from wandistill.models.weights import TransformerFiles
+from wandistill.models.width import measure_importance
 from wandistill.student_config import StudentSpec, student_spec
 from wandistill.teacher.base import Expert
 
@@ -247,6 +249,22 @@ def test_importance_is_measured_on_the_samples_of_each_experts_own_range(folder:
     assert importance_of(folder, shape, "low", [low_only], **options) is not None
     with pytest.raises(ConfigError, match=r"range of transformer,"):
         importance_of(folder, shape, "average", [low_only], **options)
+
+
+def test_importance_is_that_of_the_whole_expert_though_one_block_is_in_memory_at_a_time(folder: WanFolder):
+    blocks, (x, t, prompt) = (0, 2), inputs(folder)
+    spy = patch.object(student_module, "measure_importance", wraps=measure_importance)
+    with spy as measured:
+        shape = spec(folder, num_layers=2, num_attention_heads=1, blocks=list(blocks))
+        low = ProbeBatch(x, t / 2, prompt, x)
+        found = importance_of(folder, shape, "low", [low], dtype=torch.float32, device=torch.device("cpu"))
+    empty = measured.call_args.args[0]
+    assert all(parameter.is_meta for parameter in empty.blocks.parameters())
+    whole = folder.load_transformer(folder.experts[-1], torch.float32, "cpu")
+    expected = measure_importance(whole, [(low.x, low.t, low.prompt)], blocks)
+    assert found is not None
+    torch.testing.assert_close(found.outer, expected.outer, rtol=0, atol=0)
+    torch.testing.assert_close(found.blocks, expected.blocks, rtol=0, atol=0)
 
 
 def test_a_student_as_wide_as_its_teacher_needs_no_importance(folder: WanFolder):

@@ -170,7 +170,8 @@ def importance_of(
 ) -> Importance | None:
     """What a student started by `init` chooses its heads and channels by; None if it is as wide as the teacher.
 
-    The experts are loaded one after the other, and each is measured on the samples of its own range of t.
+    Each expert is measured on the samples of its own range of t, with one of its blocks on the device at a time: the
+    teacher may be one that the device has no room for.
 
     Raises:
         ConfigError: no sample lies in the range of an expert that is needed.
@@ -185,11 +186,36 @@ def importance_of(
                 f"no cached sample has a t in the range of {expert.value}, so the importance of its channels cannot "
                 "be measured; cache more rollouts."
             )
-        model = folder.load_transformer(expert, dtype, device)
-        measured = measure_importance(model, own, spec.blocks, expand_timesteps=folder.expand_timesteps)
+        measured = _importance(folder, expert, own, spec.blocks, dtype, device)
         total = measured if total is None else total + measured
-        del model
     return total
+
+
+def _importance(
+    folder: WanFolder,
+    expert: Expert,
+    batches: Sequence[tuple[Tensor, Tensor, Tensor]],
+    blocks: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Importance:
+    model, files = empty_transformer(folder.transformer_config), TransformerFiles(folder.path / expert.value)
+    model.rope.to(device)
+    kept = frozenset(WanTransformer3DModel._keep_in_fp32_modules)
+
+    def read(names: Iterable[str], prefix: str = "") -> dict[str, Tensor]:
+        dtypes = {name: dtype if kept.isdisjoint(name.split(".")) else torch.float32 for name in names}
+        return {name: files.read(prefix + name, wanted).to(device) for name, wanted in dtypes.items()}
+
+    outer = [name for name in model.state_dict() if not name.startswith("blocks.")]
+    model.load_state_dict(read(outer), strict=False, assign=True)
+    return measure_importance(
+        model.eval().requires_grad_(False),
+        batches,
+        blocks,
+        expand_timesteps=folder.expand_timesteps,
+        read_block=lambda index: read(model.blocks[index].state_dict(), f"blocks.{index}."),
+    )
 
 
 @torch.no_grad()

@@ -22,8 +22,8 @@ class TransformerFiles:
         self.folder = folder
         self._stored = component_tensors(folder, "diffusion_pytorch_model")
 
-    def read(self, name: str) -> Tensor:
-        """The tensor `name`, float32 on the CPU.
+    def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The tensor `name` on the CPU.
 
         Raises:
             ConfigError: the files hold no such tensor.
@@ -35,7 +35,7 @@ class TransformerFiles:
             )
         # Opened anew for each tensor: a mapping that stays open keeps every page that was read in memory.
         with safe_open(self._stored[name].file, framework="pt") as file:
-            return file.get_tensor(name).to(torch.float32)
+            return file.get_tensor(name).to(dtype)
 
 
 def read_mean(sources: Sequence[TransformerFiles], name: str) -> Tensor:

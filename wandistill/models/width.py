@@ -24,7 +24,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from wandistill.architecture import WanArchitecture
-from wandistill.models.forward import forward
+from wandistill.models.forward import embed, run_block, unembed
 from wandistill.models.weights import TransformerFiles, read_mean
 
 _TIME, _TEXT = "condition_embedder.time_embedder", "condition_embedder.text_embedder"
@@ -121,21 +121,26 @@ def measure_importance(
     blocks: Sequence[int],
     *,
     expand_timesteps: bool = False,
+    read_block: Callable[[int], Mapping[str, Tensor]] | None = None,
 ) -> Importance:
     """The importance of a teacher's channels on real inputs.
 
     Args:
         model: the teacher, a `WanTransformer3DModel`.
         batches: a few of x [B, C, F, H, W], t [B] and prompt embeddings [B, L, E], where the model sees them; moved to
-            its device.
+            its device. All pass a block together.
         blocks: the teacher blocks that the student is made of; the others have no vote.
         expand_timesteps: as in `forward`.
+        read_block: gives the weights of a block, where those of `model` are empty: one block is in memory at a time.
 
     Raises:
         ValueError: there is no batch.
     """
     squares: dict[str, Tensor] = {}
     rows: dict[str, int] = {}
+    norms: dict[str, Tensor] = {}
+    readings = _readings(blocks)
+    measured = {name for name, _ in readings}
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def measure(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -146,24 +151,40 @@ def measure_importance(
 
         return measure
 
-    measured = [name for name, _ in _readings(blocks)]
+    def weigh(prefix: str) -> None:
+        layers = [layer for name, reading in readings if name.startswith(prefix) for layer in reading.layers]
+        norms.update({layer: _norms(model.get_submodule(layer).weight) for layer in layers if layer not in norms})
+
     handles = [model.get_submodule(name).register_forward_pre_hook(hook(name)) for name in measured]
     device = model.patch_embedding.weight.device
     try:
-        for x, t, prompt in batches:
-            forward(model, x.to(device), t.to(device), prompt.to(device), expand_timesteps=expand_timesteps)
+        states = [
+            embed(model, x.to(device), t.to(device), prompt.to(device), expand_timesteps=expand_timesteps)
+            for x, t, prompt in batches
+        ]
+        for index, block in enumerate(model.blocks):
+            if read_block is not None:
+                block.load_state_dict(read_block(index), assign=True)
+            states = [run_block(block, state) for state in states]
+            weigh(f"blocks.{index}.")
+            if read_block is not None:
+                block.to("meta")
+        for state in states:
+            unembed(model, state)
     finally:
         for handle in handles:
             handle.remove()
     if not squares:
         raise ValueError("importance is measured on at least one batch")
+    for reading in _OUTER_READINGS:
+        weigh(reading.layers[0])
     means = {name: total / rows[name] for name, total in squares.items()}
-    return _importance(lambda name: model.get_submodule(name).weight, blocks, means)
+    return _importance(norms.__getitem__, blocks, means)
 
 
 def weight_importance(sources: Sequence[TransformerFiles], blocks: Sequence[int]) -> Importance:
     """The importance that the weights alone give, as if every activation had mean square 1; no teacher is loaded."""
-    return _importance(lambda name: read_mean(sources, f"{name}.weight"), blocks, {})
+    return _importance(lambda name: _norms(read_mean(sources, f"{name}.weight")), blocks, {})
 
 
 class Cut:
@@ -216,12 +237,17 @@ def _readings(blocks: Sequence[int]) -> list[tuple[str, _Reading]]:
     return [(reading.layers[0], reading) for reading in readings]
 
 
+def _norms(weight: Tensor) -> Tensor:
+    """The squared norm of what a layer does with each channel that it reads [in], on the CPU."""
+    return weight.detach().float().square().sum(0).cpu()
+
+
 def _importance(
-    weight: Callable[[str], Tensor], blocks: Sequence[int], mean_squares: Mapping[str, Tensor]
+    norms_of: Callable[[str], Tensor], blocks: Sequence[int], mean_squares: Mapping[str, Tensor]
 ) -> Importance:
     votes: dict[tuple[int | None, str], list[Tensor]] = {}
     for name, reading in _readings(blocks):
-        norms = sum(weight(layer).detach().float().square().sum(0).cpu() for layer in reading.layers)
+        norms = sum(norms_of(layer) for layer in reading.layers)
         assert isinstance(norms, Tensor)
         scores = norms.double() * mean_squares[name] if mean_squares else norms.double()
         match = _BLOCK_NAME.match(name)

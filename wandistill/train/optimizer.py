@@ -60,32 +60,34 @@ def _on_shards(kind: Any) -> Any:
         @torch.no_grad()
         def step(self, closure: None = None) -> None:
             fused = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is None:
-                        continue
-                    state = self.state[p]
-                    if not state:
-                        state["step"] = torch.tensor(0.0)
-                        state["exp_avg"] = self._new_buffer(p, signed=True)
-                        state["exp_avg_sq"] = self._new_buffer(p, signed=False)
-                    state["step"] += 1
-                    # On a CPU compiling would take a C++ compiler.
-                    update = fused if p.device.type == "cuda" else single_param_adam
-                    update(
-                        _local(p.detach()),
-                        _local(p.grad),
-                        state["step"],
-                        own(state["exp_avg"]),
-                        own(state["exp_avg_sq"]),
-                        None,
-                        group["lr"],
-                        *group["betas"],
-                        group["weight_decay"],
-                        group["eps"],
-                        self.is_adamw,
-                        self.bf16_stochastic_round and p.dtype is torch.bfloat16,
-                    )
+            # A graph for each shape of parameter, of which a Wan has more than dynamo's limit, 8; never more than that.
+            with torch._dynamo.utils.disable_cache_limit():
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        if p.grad is None:
+                            continue
+                        state = self.state[p]
+                        if not state:
+                            state["step"] = torch.tensor(0.0)
+                            state["exp_avg"] = self._new_buffer(p, signed=True)
+                            state["exp_avg_sq"] = self._new_buffer(p, signed=False)
+                        state["step"] += 1
+                        # On a CPU compiling would take a C++ compiler.
+                        update = fused if p.device.type == "cuda" else single_param_adam
+                        update(
+                            _local(p.detach()),
+                            _local(p.grad),
+                            state["step"],
+                            own(state["exp_avg"]),
+                            own(state["exp_avg_sq"]),
+                            None,
+                            group["lr"],
+                            *group["betas"],
+                            group["weight_decay"],
+                            group["eps"],
+                            self.is_adamw,
+                            self.bf16_stochastic_round and p.dtype is torch.bfloat16,
+                        )
 
     return OnShards
 

@@ -197,9 +197,11 @@ class _Answers:
             rows = [self.rows.get(placement.value, [])[-1:] for placement in FALLBACKS]
             memory, shm = fallback_memory(self.request, [row for found in rows for row in found])
             self.cells[REPLAN] = Cell(WITHIN * len(cards), "", memory, shm)
-        for name, part in zip((TEACHER_POD, STUDENTS_POD), split(question.run, cards[0]), strict=True):
+        # Of the two only the teacher's pod computes the teacher.
+        placed = ((TEACHER_POD, Placement.GPU0), (STUDENTS_POD, Placement.GPU))
+        for (name, own), part in zip(placed, split(question.run, cards[0]), strict=True):
             sized = part.sizes()
-            letters = "".join(self._letter(part.device.peak, card) for card in cards)
+            letters = "".join(self._letter(part.device.peak, card, own.value) for card in cards)
             self.cells[name] = Cell(letters, _gigabytes(part.device.peak), sized.memory, sized.shm)
 
     def choices(self, *, spans_job: bool) -> str:
@@ -268,11 +270,15 @@ class _Answers:
         needed = "" if name == Placement.SEQUENTIAL.value else _gigabytes(there[-1].peak)
         self.cells[name] = Cell(letters, needed, sized.memory, sized.shm)
 
-    def _letter(self, peak: int, card: Gpu | None, name: str = "") -> str:
+    def _letter(self, peak: int, card: Gpu | None, name: str) -> str:
         if card is None:
             return WITHIN
         # Sequential was evaluated on the card itself.
-        own = peak if name == Placement.SEQUENTIAL.value else peak + _workspaces(card) - _workspaces(self.cards[0])
+        own = (
+            peak
+            if name == Placement.SEQUENTIAL.value
+            else peak + _workspaces(card, name) - _workspaces(self.cards[0], name)
+        )
         if own <= int(card.usable * (1 - self.request.memory_margin)):
             return WITHIN
         return TIGHT if own <= card.usable else NO
@@ -312,9 +318,9 @@ class _Index:
         return str(self._numbers[text])
 
 
-def _workspaces(card: Gpu | None) -> int:
+def _workspaces(card: Gpu | None, name: str) -> int:
     assert card is not None
-    return cublas_workspaces(card)
+    return sum(cublas_workspaces(card, Placement(name.partition("-")[0])))
 
 
 def _gigabytes(size: int) -> str:

@@ -25,7 +25,8 @@ from wandistill.units import GIB, MIB, format_bytes
 CUDA_CONTEXT = 576 * MIB
 NCCL_COMMUNICATOR = 320 * MIB
 # cuBLAS takes a workspace for each thread that multiplies (torch's aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB from
-# compute capability 9.0 on, 8.125 MiB before): the main one and autograd's.
+# compute capability 9.0 on, 8.125 MiB before), the main one and autograd's, and for a stream of its own that a pipeline
+# computes on.
 _WORKSPACE = {True: 32 * MIB, False: 8 * MIB + 128 * 1024}
 _WORKSPACE_THREADS = 2
 # Cached blocks that fit nothing else: a share of what comes and goes, and a little beside it.
@@ -33,10 +34,13 @@ _SLACK_SHARE = 0.05
 _SLACK = 64 * MIB
 
 # Host memory of a process: interpreter and libraries, and with a GPU CUDA's host side. Where a probe has measured what
-# a process takes before it loads anything, that and room for what it imports later.
+# a process takes before it loads anything, that and room for what it imports later; with a GPU also for the host side
+# of kernels and communicators (0.28 to 0.37 GB grew after the probe on two H200 under torch 2.11).
 PROCESS = int(1.0 * GIB)
 PROCESS_WITH_GPU = int(2.0 * GIB)
-LATER_IMPORTS = 64 * MIB
+LATER_IMPORTS, LATER_WITH_GPU = 64 * MIB, 320 * MIB
+# A rank holds so much of a checkpoint at a time (wandistill.train.checkpoint).
+CHECKPOINT_FILE = 512 * MIB
 # Readers' pieces of a node: 4 threads, 2 MiB each and a page at either end (wandistill.teacher.record_reader).
 _STAGING = 4 * (2 * MIB + 8192)
 _BOUNCE_BLOCKS = 2
@@ -79,7 +83,7 @@ def rank_memory(
         places: of a pipeline.
         trains: whether the rank has a student; gpu0's teacher rank may have none.
     """
-    base = _base(request, placement)
+    base = _base(request, placement, computes=places is None or any(place.rank == rank for place in places))
     teacher = weight_terms(request, placement, rank, places)
     online = [text_encoder(request)] if request.embeddings == "online" else []
 
@@ -114,19 +118,15 @@ def rank_memory(
     return Phases(phases)
 
 
-def _base(request: PlanRequest, placement: Placement) -> list[Term]:
+def _base(request: PlanRequest, placement: Placement, *, computes: bool) -> list[Term]:
     gpu = request.machines.gpu
     if gpu is None:
         return []
-    workspace = _WORKSPACE[gpu.capability >= (9, 0)]
+    workspaces = cublas_workspaces(gpu, placement if computes else None)
     measured = request.machines.context
     terms = [
         Term("cuda context", measured or CUDA_CONTEXT, "measured" if measured else "context and kernels", False),
-        Term(
-            "cublas workspaces",
-            _WORKSPACE_THREADS * workspace,
-            f"{_WORKSPACE_THREADS} threads x {format_bytes(workspace)}",
-        ),
+        Term("cublas workspaces", sum(workspaces), f"{len(workspaces)} x {format_bytes(workspaces[0])}"),
     ]
     if request.machines.world > 1:
         # The job's own communicator is there when the probe measures.
@@ -136,9 +136,14 @@ def _base(request: PlanRequest, placement: Placement) -> list[Term]:
     return terms
 
 
-def cublas_workspaces(gpu: Gpu) -> int:
-    """Bytes that cuBLAS takes on a rank; all else that a card changes is its speed."""
-    return _WORKSPACE_THREADS * _WORKSPACE[gpu.capability >= (9, 0)]
+def cublas_workspaces(gpu: Gpu, placement: Placement | None) -> list[int]:
+    """Bytes of each workspace that cuBLAS takes on a rank; all else that a card changes is its speed.
+
+    Args:
+        placement: None where the rank computes nothing of the teacher.
+    """
+    beside = placement is not None and SPECS[placement].side_stream
+    return [_WORKSPACE[gpu.capability >= (9, 0)]] * (_WORKSPACE_THREADS + beside)
 
 
 def _slack(request: PlanRequest, passing: Sequence[Term]) -> list[Term]:
@@ -186,7 +191,7 @@ def node_memory(
     ranks, experts = machines.ranks, request.model.experts
     process = PROCESS_WITH_GPU if request.on_gpu else PROCESS
     if machines.process is not None:
-        process = machines.process + LATER_IMPORTS
+        process = machines.process + (LATER_WITH_GPU if request.on_gpu else LATER_IMPORTS)
     always = [Term("processes", ranks * process, f"{ranks} x {format_bytes(process)}")]
     copied = 0
     if spec.host_copy:
@@ -218,13 +223,12 @@ def node_memory(
     phases = {
         "training": always,
         "loading": [*always, *_loading(request, placement, student)],
+        "checkpoint": [*always, _checkpoint(request, student)],
         "export": [*(term for term in always if term.name not in _TEACHERS), _export(student)],
     }
     if not request.trains:
-        del phases["export"]
-    kept = student.bytes.weights + student.bytes.moments
-    kept += student.bytes.average if request.ema_device != "none" else 0
-    kept *= machines.world if request.sharded_student else 1
+        del phases["export"], phases["checkpoint"]
+    kept = _state(request, student) * (machines.world if request.sharded_student else 1)
     return NodeMemory(
         Phases(phases), 0 if request.share_dir else copied, request.checkpoints * kept if request.trains else 0
     )
@@ -254,6 +258,19 @@ def _loading(request: PlanRequest, placement: Placement, student: StudentMemory)
         formula = f"{ranks} ranks x {format_bytes(each)}, one tensor at a time; the files are mapped"
         terms.append(Term("tensor as loaded", ranks * each, formula))
     return terms
+
+
+def _state(request: PlanRequest, student: StudentMemory) -> int:
+    """Bytes that a rank has of what a checkpoint holds."""
+    average = student.bytes.average if request.ema_device != "none" else 0
+    return student.bytes.weights + student.bytes.moments + average
+
+
+def _checkpoint(request: PlanRequest, student: StudentMemory) -> Term:
+    """Each rank holds one file of its part at a time; ranks with the same student share it out."""
+    ranks, state = request.machines.ranks, _state(request, student)
+    each = min(state if request.sharded_student else state // request.machines.world, CHECKPOINT_FILE)
+    return Term("checkpoint's file", ranks * each, f"{ranks} ranks x {format_bytes(each)}")
 
 
 def _export(student: StudentMemory) -> Term:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from wandistill import teacher as placement
+from wandistill.data.embeddings import free_memory
 from wandistill.errors import WandistillError
 from wandistill.teacher.base import Teacher
 from wandistill.train.rank_snapshot import RankReporter
@@ -42,6 +43,7 @@ class PlacedTeacher:
         if self._teacher is not None:
             self._teacher.close()
             self._teacher = None
+            free_memory(self._setting.world.device)
 
     def end(self, error: WandistillError | None = None) -> None:
         """Lets the rank end that only computes the teacher, if there is one: with `error` if that ended the run.

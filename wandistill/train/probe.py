@@ -91,11 +91,16 @@ def probe_blocks(request: PlanRequest, transformer_config: Mapping[str, Any], wo
 
 
 def with_context(found: RankProbe, device: torch.device) -> RankProbe:
-    """`found` with the GPU's memory as it is now, after `probe_blocks`: kernels take memory once they are loaded."""
+    """`found` with the memory of GPU and process as it is now, after `probe_blocks`: kernels take memory once they are
+    loaded, on both."""
     if found.gpu is None or device.type != "cuda":
         return found
     total, free, reserved = _memory(device)
-    return replace(found, gpu=replace(found.gpu, total=total, free=free, reserved=reserved))
+    gpu = replace(found.gpu, total=total, free=free, reserved=reserved)
+    own = host_memory().private
+    # What it took meanwhile is no longer available.
+    available = found.host_available - max(own - found.host_own, 0)
+    return replace(found, gpu=gpu, host_available=available, host_own=own)
 
 
 def _gpu(world: World) -> GpuProbe:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 
 from wandistill import __version__
-from wandistill.config import TrainConfig
 from wandistill.errors import ConfigError, TrainingFailed
 
 
@@ -92,7 +90,7 @@ class RunRecord:
         """Optimizer steps of the whole run; 0 before its first try has begun."""
         return int(self._content.get("steps", 0))
 
-    def begin(self, config: TrainConfig, world_size: int, **sections: Any) -> None:
+    def begin(self, world_size: int, **sections: Any) -> None:
         """Notes the start of a try; `sections` are further parts of run.json, such as teacher and student."""
         history = self._content.get("history", [])
         history.append({"started": time.time(), "world_size": world_size})
@@ -101,7 +99,6 @@ class RunRecord:
             "schema": 1,
             "state": "running",
             "identity": self._identity,
-            "config": dataclasses.asdict(config),
             **sections,
             "versions": versions(),
             "history": history,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from wandistill import teacher as placement
 from wandistill.config import TrainConfig, parse_resolution
+from wandistill.data.embeddings import free_memory
 from wandistill.data.prepare import TrainingData, prepare_data
 from wandistill.data.source import read_source
 from wandistill.errors import PeerLost, WandistillError
@@ -130,7 +131,7 @@ def _train(
     record = RunRecord(setup.output_dir, {**_identity(setup), "global_batch": _global_batch(setup)})
     _on_main(world, lambda: record.open(config.resume))
     if world.is_main:
-        record.update(**settled.to_json())
+        record.update(config=dataclasses.asdict(config), **settled.to_json())
     root = setup.output_dir / "checkpoints"
     found, notes = _on_main(world, lambda: checkpoint.choose(root, config.resume))
     for note in notes:
@@ -138,6 +139,8 @@ def _train(
 
     with memory.phase(CACHES), reporter.during("prepare"):
         data = prepare_data(config, folder, teacher.get, world, settled.prompt_cost())
+        # A teacher may have computed them on a stream of its own, for which torch would keep their memory.
+        free_memory(world.device)
     objective = build_objective(config.objective, config.feature_weight, spec.blocks)
     total_samples, total_steps = _length(setup, len(data))
     sampler = Sampler(
@@ -165,7 +168,7 @@ def _train(
         _log.info(f"continuing from {found}")
     if world.is_main:
         sections["replans"] = replans(setup.output_dir)
-        record.begin(config, setup.job.size, **_sections(setup, trained, total_steps, len(data)), **sections)
+        record.begin(setup.job.size, **_sections(setup, trained, total_steps, len(data)), **sections)
     with reporter.during("train"):
         _run_loop(setup, trained, teacher, data, sampler, objective, first, total_steps, record, memory, reporter)
     teacher.release()

@@ -1,14 +1,15 @@
 """Every placement against the resident teacher in bfloat16 on real GPUs: `python -m tests.gpu.compare_placements`.
 
 For each world, teacher and placement it measures how far the targets and features are from the resident teacher's,
-how far both are from float32, and each rank's peak memory beside what the planner promises. The rows go into
-tests/gpu/measured_placements.yaml, with hardware, driver, versions and commit, in place of those of the same world and
-teacher.
+how far both are from float32, and each rank's peak memory beside what the planner promises. The rows go into section
+`placements` of tests/gpu/measured.yaml, with hardware, driver, versions and commit, in place of those of the same world
+and teacher.
 
     --ranks 1 2              worlds; one GPU for each rank
     --teachers embedded random-1.3b
     --device cpu --tiny      proves the program itself, on gloo ranks and with small shapes: memory is not measured
     --output FILE
+    --commit COMMIT          of the code, outside a git repository
 
 It ends with 1 where a placement is not equal, or takes more than 5 % over what it promises.
 """
@@ -26,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 # Its helpers are in tests and in tests/cpu.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,11 +36,13 @@ from engine_setup import write_random
 from placement_asks import answers, distance, steps
 from placement_cases import COUPLED, Case
 from placement_kinds import Ranks, placed
-from placement_world import finish, start, start_rank
 from tiny_wan import LAYOUTS, build_tiny_wan
 
+from tests.gpu import table
 from wandistill import catalog
+from wandistill.config import from_mapping
 from wandistill.device_map import DeviceMap, read_device_map
+from wandistill.planner.memory import cublas_workspaces
 from wandistill.planner.placements import Placement
 from wandistill.planner.request import Machines, PlanRequest
 from wandistill.planner.teacher_memory import forward_terms, spread, weight_terms
@@ -48,9 +50,8 @@ from wandistill.teacher import BUILDERS, Setting
 from wandistill.teacher.base import TeacherOutput
 from wandistill.teacher.resident import ResidentTeacher
 from wandistill.train import distributed
-from wandistill.train.record import versions
+from wandistill.train.distributed import World
 
-MEASURED = Path(__file__).with_name("measured_placements.yaml")
 SECONDS_PER_WORLD = 540.0
 # Bound of the distance to float32 over that of the resident teacher in bfloat16 (design: "equal").
 MOST_DISTANCE = 1.1
@@ -63,7 +64,8 @@ def random_teacher(folder: Path, *, tiny: bool) -> Path:
     """A random teacher of the shape of Wan2.1-T2V-1.3B, bfloat16; text encoder and VAE are tiny, and not used."""
     build_tiny_wan(LAYOUTS["t2v-1.3b"], folder)
     own = catalog.find_model("wan2.1-t2v-1.3b").architecture
-    fields = ("num_layers", "num_attention_heads", "attention_head_dim", "ffn_dim", "text_dim", "freq_dim")
+    # The width of the prompts stays that of the tiny text encoder.
+    fields = ("num_layers", "num_attention_heads", "attention_head_dim", "ffn_dim", "freq_dim")
     sizes = {name: getattr(own, name) for name in fields}
     return folder if tiny else write_random(folder, dtype=torch.bfloat16, **sizes)
 
@@ -138,18 +140,20 @@ def promised(placement: str, setting: Setting) -> int:
         *weight_terms(request, where, world.rank, places),
         *forward_terms(request, where, world.rank, places, request.teacher_rows, 2),
     ]
-    return sum(term.size for term in terms if term.allocated)
+    # The suite's own multiplications have a workspace already; a pipeline computes on a stream of its own.
+    beside = places is not None and any(place.rank == world.rank for place in places)
+    workspace = cublas_workspaces(gpu, where)[2:] if beside else []
+    return sum(term.size for term in terms if term.allocated) + sum(workspace)
 
 
 def _spread(request: PlanRequest, placement: Placement, max_memory: str) -> DeviceMap:
     return spread(request, placement, int(max_memory) if max_memory else None)
 
 
-def compare(rank: int, ranks: int, port: int, teacher: str, folder: Path, device: str, output: Path) -> None:
-    """What a rank does; rank 0 appends the rows of all."""
-    world = start_rank(rank, ranks, 1, port, device)
+def compare(teacher: str, world: World, folder: Path, output: Path) -> None:
+    """What a rank does with a teacher; rank 0 appends the rows of all."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    here = Ranks(world, folder)
+    here, ranks = Ranks(world, folder), world.size
     cases = [Case("targets", str(ranks), name, teacher, settings={"teacher_dtype": "bfloat16"}) for name in BUILDERS]
     plain = here.setting(cases[0])
     exact, _ = resident_answers(plain, torch.float32)
@@ -175,7 +179,7 @@ def compare(rank: int, ranks: int, port: int, teacher: str, folder: Path, device
                 "resident_distance_to_float32": max(one["resident_to_float32"] for one in everyone),
                 "equal": all(one["to_float32"] <= MOST_DISTANCE * one["resident_to_float32"] for one in everyone),
             }
-            if device == "cuda":
+            if world.device.type == "cuda":
                 row |= {
                     "peak_bytes": [one["peak"] for one in everyone],
                     "promised_bytes": [one["promised"] for one in everyone],
@@ -184,30 +188,13 @@ def compare(rank: int, ranks: int, port: int, teacher: str, folder: Path, device
                 }
             with output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-    distributed.stop()
-
-
-def machine(device: str) -> dict[str, Any]:
-    """What the rows were measured on."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    found: dict[str, Any] = {"commit": commit.stdout.strip() or "unknown", "versions": versions()}
-    if device == "cuda":
-        import pynvml
-
-        pynvml.nvmlInit()
-        found["driver"] = pynvml.nvmlSystemGetDriverVersion()
-        found["versions"]["cuda"] = torch.version.cuda
-    return found
 
 
 def merge(file: Path, rows: list[dict[str, Any]], on: dict[str, Any]) -> None:
     """Writes `rows` into a file of measurements, in place of those of the same worlds and teachers."""
-    content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
     renewed = {(row["teacher"], row["ranks"]) for row in rows}
-    former = [row for row in content.get("placements", []) if (row["teacher"], row["ranks"]) not in renewed]
-    # Of its own in each row: YAML would write aliases.
-    content["placements"] = [*former, *({**row, "on": json.loads(json.dumps(on))} for row in rows)]
-    file.write_text(yaml.safe_dump(content, sort_keys=False, width=120), encoding="utf-8")
+    former = [row for row in table.read("placements", file) if (row["teacher"], row["ranks"]) not in renewed]
+    table.write("placements", [*former, *({**row, "on": on} for row in rows)], file)
 
 
 def main() -> int:
@@ -216,26 +203,28 @@ def main() -> int:
     parser.add_argument("--teachers", nargs="+", default=["embedded", "random-1.3b"])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--output", type=Path, default=MEASURED)
+    parser.add_argument("--output", type=Path, default=table.MEASURED)
+    parser.add_argument("--commit")
+    parser.add_argument("--as_rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.as_rank:
+        work_as_rank(args)
+        return 0
     folder = Path(tempfile.mkdtemp(prefix="wandistill-compare-"))
     rows: list[dict[str, Any]] = []
+    on = table.machine(args.commit)
     try:
-        # Forked, so that this process has no threads and no CUDA context when it forks the ranks.
-        finish(start(1, lambda rank, port: _make(folder, args.tiny)), SECONDS_PER_WORLD)
+        random_teacher(folder / "random-1.3b", tiny=args.tiny)
         for ranks in args.ranks:
-            for teacher in args.teachers:
-                output = folder / f"{ranks} {teacher}.jsonl"
-                work = lambda rank, port: compare(rank, ranks, port, teacher, folder, args.device, output)  # noqa: E731, B023
-                codes = finish(start(ranks, work), SECONDS_PER_WORLD)
-                found = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
-                if codes != [0] * ranks or len(found) != len(BUILDERS):
-                    print(f"{ranks} ranks, {teacher}: {codes} after {len(found)} placements", file=sys.stderr)
-                    return 1
-                rows += found
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
+            command += ["tests.gpu.compare_placements", "--as_rank", str(folder), "--device", args.device]
+            # torchrun stops the other ranks of one that fails.
+            subprocess.run([*command, "--teachers", *args.teachers], check=True, timeout=SECONDS_PER_WORLD)
+            found = [json.loads(line) for line in (folder / f"{ranks}.jsonl").read_text().splitlines()]
+            merge(args.output, found, on)
+            rows += found
     finally:
         shutil.rmtree(folder)
-    merge(args.output, rows, machine(args.device))
     wrong = [row for row in rows if not (row["equal"] and row.get("within_promise", True))]
     for row in wrong:
         print(json.dumps(row), file=sys.stderr)
@@ -243,8 +232,12 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def _make(folder: Path, tiny: bool) -> None:
-    random_teacher(folder / "random-1.3b", tiny=tiny)
+def work_as_rank(args: argparse.Namespace) -> None:
+    """Compares all teachers on a rank that torchrun started; rank 0 leaves the rows in a file."""
+    world = distributed.start(from_mapping({"device": args.device}))
+    for teacher in args.teachers:
+        compare(teacher, world, args.as_rank, args.as_rank / f"{world.size}.jsonl")
+    distributed.stop()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """`python -m tests.gpu.measure_plan`: the planner's predictions against what real GPUs then measure.
 
 Each configuration is a short run of `wandistill train` on a teacher of random weights in the shape of a published one.
-The prediction is made by a process of its own, which measures the machine and plans as every run does, and is written
-to the table before the run starts; what run.json then says was measured is put beside it. A third of the
-configurations is drawn at random, so that no number can be fitted to them. `tests/unit/test_measured_plans.py` replays
-the planner against the table.
+A run measures the machine and writes its plan before it loads anything: this copies it into tests/gpu/measured.yaml at
+once, and what run.json says in the end is put beside it. A third of the configurations is drawn at random, so that no
+number can be fitted to them. `tests/unit/test_measured_plans.py` replays the planner against the table.
 
 On a machine without a GPU, `--tiny` goes through the same steps with tiny teachers on the CPU.
 """
@@ -12,21 +11,30 @@ On a machine without a GPU, `--tiny` goes through the same steps with tiny teach
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import hashlib
 import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
+from tests.gpu import table
+from wandistill.catalog import model_from_folder
+from wandistill.errors import DoesNotFit
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [f"a large red circle left of {number} small blue squares" for number in range(32)]
-SHAPES = ("wan2.1-t2v-1.3b", "wan2.1-t2v-14b")
+# Students that a card of 80 GB trains beside a teacher of that shape.
+STUDENTS = {"wan2.1-t2v-1.3b": ("1b", "half", "quarter"), "wan2.1-t2v-14b": ("1b",)}
+SHAPES = tuple(STUDENTS)
 # Settings that are measured whatever is drawn: teacher's shape, ranks, flags of wandistill train.
 FIXED: list[tuple[str, int, dict[str, Any]]] = [
     ("wan2.1-t2v-14b", 1, {"teacher_device_strategy": "gpu", "student_config": "1b"}),
@@ -52,6 +60,8 @@ DRAWN: dict[str, list[Any]] = {
 }
 ALONE, TOGETHER = ("gpu", "stream", "offload", "disk"), ("gpu0", "balanced", "sequential", "sharded")
 COMMON = {"max_steps": 8, "rollout_steps": 1, "warmup_steps": 1, "checkpoint_interval": 8, "guidance_scale": 4.0}
+# Seconds between two looks for a run's plan, and characters of what a failed run said that are shown.
+_POLL, _TOLD = 0.1, 3000
 TINY = {"num_layers": 4, "num_attention_heads": 2, "attention_head_dim": 32, "ffn_dim": 128, "text_dim": 32}
 
 
@@ -60,34 +70,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configs", type=int, default=len(FIXED) * 3 // 2, help="how many; a third is drawn at random")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs, or with --tiny processes, to use at most")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("measured.yaml"))
+    parser.add_argument("--out", type=Path, default=table.MEASURED, help="its section `plans` grows")
+    parser.add_argument("--keep", type=Path, help="a folder for each run's run.json, memory profile and last snapshots")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of the fixed configurations, and none drawn")
+    parser.add_argument("--commit", help="of the code, outside a git repository")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "measure-plan", help="a fast disk")
     parser.add_argument(
         "--tiny", action="store_true", help="tiny teachers on the CPU: checks this script, not the plan"
     )
-    parser.add_argument("--predict", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.predict:
-        predict(json.loads(args.predict.read_text()), args.predict.with_suffix(".plan.json"))
-        return
-    rows: list[dict[str, Any]] = yaml.safe_load(args.out.read_text()) or [] if args.out.exists() else []
-    wanted = chosen(args.configs, args.gpus)
+    rows = table.read("plans", args.out)
+    wanted = [(*FIXED[number], False) for number in args.only] if args.only else chosen(args.configs, args.gpus)
+    failed: list[str] = []
+    planner, on = planner_version(), table.machine(args.commit)
     while wanted:
         shape, ranks, settings, drawn = wanted.pop(0)
         print(f"{shape}, {ranks} ranks, {settings}", flush=True)
         config = prepared(args.work, shape, settings, tiny=args.tiny)
-        row = {"shape": shape, "ranks": ranks, "drawn": drawn, "settings": settings, "planner": planner_version()}
-        row["predicted"] = started(ranks, config, args.work, measure=False)
-        if "refused" in row["predicted"]:
-            print(row["predicted"]["refused"], flush=True)
+        row = {"shape": shape, "ranks": ranks, "drawn": drawn, "settings": settings, "planner": planner, "on": on}
+        rows.append({**row, "measured": None})
+
+        def told(**parts: Any) -> None:
+            rows[-1] |= parts
+            table.write("plans", rows, args.out)
+
+        code, said = run(ranks, config, args.work, args.keep and args.keep / str(len(rows) - 1), told)
+        if code == 0:
+            continue
+        print(said, flush=True)
+        if code == DoesNotFit.exit_code:
+            rows.pop()
             if drawn:
                 wanted.append((*draw(random.SystemRandom(), args.gpus), True))
-            continue
-        row["measured"] = None
-        rows.append(row)
-        save(args.out, rows)  # before the run starts
-        row["measured"] = started(ranks, config, args.work, measure=True)
-        save(args.out, rows)
+        else:
+            failed.append(f"{shape}, {ranks} ranks, {settings}: ended with {code}")
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 def chosen(count: int, gpus: int) -> list[tuple[str, int, dict[str, Any], bool]]:
@@ -102,10 +120,11 @@ def draw(source: random.Random, gpus: int) -> tuple[str, int, dict[str, Any]]:
     ranks = source.choice([count for count in (1, 2, 4, 8) if count <= gpus])
     settings = {name: source.choice(values) for name, values in DRAWN.items()}
     settings["teacher_device_strategy"] = source.choice(ALONE if ranks == 1 else ALONE + TOGETHER)
-    settings["student_config"] = source.choice(("1b", "half", "quarter"))
+    shape = source.choice(SHAPES)
+    settings["student_config"] = source.choice(STUDENTS[shape])
     if settings["optimizer"] != "adamw":
         settings["mixed_precision"] = "no"
-    return source.choice(SHAPES), ranks, settings
+    return shape, ranks, settings
 
 
 def prepared(work: Path, shape: str, settings: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
@@ -127,85 +146,70 @@ def prepared(work: Path, shape: str, settings: dict[str, Any], *, tiny: bool) ->
 def random_teacher(folder: Path, shape: str, *, tiny: bool) -> None:
     """A teacher folder in the shape of a published model, with random weights in bfloat16 and small other parts."""
     import torch
-    from diffusers import WanTransformer3DModel
-    from safetensors.torch import save_file
 
+    from tests.engine_setup import write_random
     from tests.tiny_wan import LAYOUTS, build_tiny_wan
     from wandistill.catalog import find_model
-    from wandistill.models.weights import empty_transformer
 
     build_tiny_wan(LAYOUTS["t2v-1.3b"], folder)
-    tiny_config = json.loads((folder / "transformer" / "config.json").read_text())
-    own = {**find_model(shape).architecture.to_config(), "text_dim": tiny_config["text_dim"], "rope_max_seq_len": 1024}
-    config = {**tiny_config, **own, **({**TINY, "text_dim": tiny_config["text_dim"]} if tiny else {})}
-    for file in (folder / "transformer").iterdir():
-        file.unlink()
-    keep = set(WanTransformer3DModel._keep_in_fp32_modules)
-    generator = torch.Generator().manual_seed(0)
-    weights = {}
-    for name, parameter in empty_transformer(config).named_parameters():
-        values = torch.empty(parameter.shape, dtype=torch.float32).normal_(0, 0.02, generator=generator)
-        weights[name] = values if keep.intersection(name.split(".")) else values.to(torch.bfloat16)
-    save_file(weights, folder / "transformer" / "diffusion_pytorch_model.safetensors", {"format": "pt"})
-    (folder / "transformer" / "config.json").write_text(json.dumps(config))
+    own = TINY if tiny else find_model(shape).architecture.to_config()
+    # The text encoder stays as it is.
+    write_random(folder, dtype=torch.bfloat16, **{name: own[name] for name in own if name != "text_dim"})
 
 
-def started(ranks: int, config: dict[str, Any], work: Path, *, measure: bool) -> dict[str, Any]:
-    """What a new world of ranks finds: the plan, or with `measure` the run's own figures."""
+def run(
+    ranks: int, config: dict[str, Any], work: Path, keep: Path | None, told: Callable[..., None]
+) -> tuple[int, str]:
+    """A world of ranks trains; returns its exit code and, after an error, the end of what it said.
+
+    Args:
+        keep: a folder for the run's files.
+        told: called with `predicted` as soon as the run has written its plan (figures of the plan, and what it takes to
+            plan again elsewhere), and with `measured` at the end.
+    """
     with tempfile.TemporaryDirectory(dir=work) as folder:
-        file = Path(folder) / "config.json"
-        file.write_text(json.dumps({**config, "output_dir": f"{folder}/out"}))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
-        command += ["wandistill.train", "--config"] if measure else ["tests.gpu.measure_plan", "--predict"]
+        file, record, log = Path(folder) / "config.json", Path(folder) / "out" / "run.json", Path(folder) / "log"
+        file.write_text(json.dumps({**config, "output_dir": str(record.parent)}))
+        command = [sys.executable, "-m", "wandistill", "launch", f"--nproc={ranks}", "--", "--config", str(file)]
         threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
-        subprocess.run([*command, str(file)], check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": threads})
-        if measure:
-            return dict(json.loads((Path(folder) / "out" / "run.json").read_text())["memory"])
-        return dict(json.loads(file.with_suffix(".plan.json").read_text()))
+        env = {**os.environ, "OMP_NUM_THREADS": threads}
+        if keep:
+            keep.mkdir(parents=True, exist_ok=True)
+            env["WANDISTILL_METRICS_DIR"] = str(keep)
+        with log.open("w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
+        predicted: dict[str, Any] = {}
+        while process.poll() is None:
+            if not predicted and (content := _json(record)) and "plan" in content:
+                predicted = {name: content[name] for name in ("config", "plan", "probe")} | {"model": _model(config)}
+                told(predicted=predicted)
+            time.sleep(_POLL)
+        content = _json(record)
+        if keep:
+            for path in (record, record.with_name("memory_profile.json"), record.with_name("metrics.jsonl"), log):
+                if path.exists():
+                    shutil.copy(path, keep)
+        if process.returncode == 0:
+            told(measured=content["memory"])
+        return process.returncode, "" if process.returncode == 0 else log.read_text()[-_TOLD:]
 
 
-def predict(values: dict[str, Any], out: Path) -> None:
-    """Measures the machine and plans as a run does; writes what is needed to plan again elsewhere, or the refusal."""
-    import dataclasses
+def _json(file: Path) -> dict[str, Any]:
+    """A run's record; empty while there is none."""
+    return dict(json.loads(file.read_text())) if file.exists() else {}
 
-    from wandistill.config import from_mapping
-    from wandistill.errors import DoesNotFit
-    from wandistill.planner.outcome import RankUse, side_by_side
-    from wandistill.train import distributed
-    from wandistill.train.placing import settle
-    from wandistill.train.setup import resolve, set_precision
 
-    config = from_mapping(values)
-    world = distributed.start(config)
-    try:
-        setup = resolve(config, world)
-        set_precision(setup)
-        try:
-            settled = settle(setup.config, setup.folder, setup.spec, world)
-        except DoesNotFit as error:
-            if world.is_main:
-                out.write_text(json.dumps({"refused": str(error)}))
-            return
-        if world.is_main:
-            nothing = [RankUse(rank, probe.node, 1, 1, 0, 0) for rank, probe in enumerate(settled.probes)]
-            figures = side_by_side(settled.decision, nothing, None)
-            model = dataclasses.asdict(settled.decision.plan.request.model)
-            content = {"config": dataclasses.asdict(settled.config), "model": json.loads(json.dumps(model))}
-            content |= {"figures": figures, "probe": settled.to_json()["probe"]}
-            out.write_text(json.dumps(content))
-    finally:
-        distributed.stop()
+def _model(config: dict[str, Any]) -> dict[str, Any]:
+    """What the plan knows of the teacher."""
+    return dict(json.loads(json.dumps(dataclasses.asdict(model_from_folder(Path(config["teacher_path"]))))))
 
 
 def planner_version() -> str:
-    """The commit that changed the planner last."""
-    command = ["git", "log", "-1", "--format=%h", "--", "wandistill/planner"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout.strip()
-
-
-def save(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Writes the table."""
-    path.write_text(yaml.safe_dump(rows, sort_keys=False, width=120))
+    """A digest of the planner's files: rows of another planner are no proof of this one."""
+    digest = hashlib.sha256()
+    for file in sorted((ROOT / "wandistill" / "planner").glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 if __name__ == "__main__":

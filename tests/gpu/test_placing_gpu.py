@@ -20,6 +20,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this mach
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with auto and a memory profile."""
+    # What this process holds on the card would count as the run's: tests that use the card themselves come later.
+    assert not torch.cuda.is_initialized()
     folder = tmp_path_factory.mktemp("placing")
     (folder / "prompts.txt").write_text("\n".join(training_prompts(32)))
     settings = {**SHORT, "device": "cuda", "data_path": folder / "prompts.txt", "output_dir": folder / "out"}

@@ -5,11 +5,11 @@ Every row holds what the run's probe found, so the planner of today answers the 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.gpu import table
 from wandistill.architecture import WanArchitecture
 from wandistill.catalog import Model, find_model
 from wandistill.config import from_mapping
@@ -21,7 +21,6 @@ from wandistill.planner.parameters import TextEncoder, Vae
 from wandistill.student_config import student_spec
 from wandistill.units import GIB, MIB
 
-TABLE = Path(__file__).resolve().parents[1] / "gpu" / "measured.yaml"
 FLOOR = 256 * MIB
 # Figure -> most that the prediction may lie below and above what was measured, as shares of it.
 TOLERANCES = {"allocated": (0.01, 0.03), "process": (0.05, 0.05), "host": (0.05, 0.05)}
@@ -76,7 +75,7 @@ def _fault(what: str, planned: int, measured: int, below: float, above: float) -
 
 
 def test_the_planner_agrees_with_every_measured_configuration() -> None:
-    rows = yaml.safe_load(TABLE.read_text()) if TABLE.exists() else []
+    rows = table.read("plans")
     wrong = {}
     for number, row in enumerate(rows):
         if row["measured"] is not None and (found := faults(replayed(row), row["measured"])):

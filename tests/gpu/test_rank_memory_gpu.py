@@ -21,7 +21,8 @@ def test_states_are_torch_s_and_nvml_s_numbers_within_one_percent():
     told = GpuMemory(device).samples()
     states = {labels["state"]: size for labels, size in told["wandistill_rank_gpu_memory_bytes"]}
     pynvml.nvmlInit()
-    info = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0))
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    info = pynvml.nvmlDeviceGetMemoryInfo(handle)
     assert states["allocated"] == torch.cuda.memory_allocated() >= held.nbytes
     assert states["reserved"] == torch.cuda.memory_reserved()
     assert states["peak"] == torch.cuda.max_memory_allocated() >= 2 << 30

@@ -18,6 +18,7 @@ from runs import SHORT, finish, flags, here, losses, student_digest, torchrun, w
 
 from wandistill.demo.captions import training_prompts
 from wandistill.errors import ExitCode
+from wandistill.launch import lock
 from wandistill.teacher.resident import ResidentTeacher
 
 Train = Callable[..., int]
@@ -93,6 +94,17 @@ def test_another_run_s_directory_is_refused_with_the_difference(train, capsys):
     message = capsys.readouterr().err
     assert "lr" in message and "0.0005" in message and "0.001" in message and "--output_dir" in message
     assert train(resume="never") == ExitCode.BAD_CONFIG
+
+
+def test_a_directory_that_another_run_writes_into_is_refused_and_free_at_its_end(train, tmp_path, capsys):
+    with lock.held(tmp_path / "out", "a test"):
+        assert train() == ExitCode.BAD_CONFIG
+    message = capsys.readouterr().err
+    assert (
+        "another run writes there" in message and f"process {os.getpid()} on host" in message and "(a test)" in message
+    )
+    assert not (tmp_path / "out" / "run.json").exists()
+    assert train() == 0
 
 
 def test_accumulated_micro_batches_are_the_batch_and_an_uneven_last_step_weighs_its_samples(train, tmp_path):

@@ -7,13 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from wandistill.config import TrainConfig
 from wandistill.errors import ExitCode, TrainingFailed, WandistillError
-from wandistill.launch import records, report, state
+from wandistill.launch import lock, records, report, state
 from wandistill.launch.causes import Kind
 from wandistill.launch.ending import Ending, Shortage
 from wandistill.launch.memory import RankMemory, limit_bytes, resident_bytes
@@ -62,9 +62,16 @@ class Launcher:
         self._start = ["wandistill", "launch", *node.flags(), "--"]
 
     def run(self) -> int:
-        """Runs the tries; returns the exit code."""
+        """Runs the tries; returns the exit code.
+
+        Raises:
+            ConfigError: another run writes into the output directory, or it cannot be written.
+            TrainingFailed: too many tries have left nothing.
+        """
         try:
-            return self._run()
+            # Node 0's speaks for all of the job.
+            with lock.held(self._output, "wandistill launch") if self._node.number == 0 else nullcontext():
+                return self._run()
         finally:
             self._metrics.close()
 

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from wandistill.data.prepare import TrainingData, prepare_data
 from wandistill.data.source import read_source
 from wandistill.errors import PeerLost, WandistillError
 from wandistill.evaluate.report import write_report
+from wandistill.launch import lock, records
 from wandistill.launch.memory import resident_bytes
 from wandistill.launch.state import replans
 from wandistill.models.export import export_student
@@ -55,10 +57,12 @@ def train(config: TrainConfig) -> None:
     Raises:
         WandistillError: with the exit code and the sentence for the user.
     """
-    with distributed.joined(config) as (world, alarm):
+    with distributed.joined(config) as (world, alarm), ExitStack() as held:
         config = with_replans(config, world)
         setup = resolve(config, world)
         set_precision(setup)
+        name = lock.RUN if records.folder() is None else lock.RANKS
+        _on_main(world, lambda: held.enter_context(lock.held(setup.output_dir, "wandistill train", name)))
         record = RunRecord(setup.output_dir, _identity(setup))
         if _on_main(world, lambda: record.open(config.resume)):
             _log.info(f"{setup.output_dir}: this run is finished; its student is in {setup.output_dir / 'student'}.")

@@ -1,4 +1,4 @@
-"""`wandistill submit`, `status`, `logs` and `delete` against the test's namespace, as a user types them."""
+"""`wandistill submit`, `status`, `logs` and `delete` against the test's namespace, as typed, and from Python."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.kubectl import Kubectl
+from wandistill.kube import cluster
+
+
+def api(kubectl: Kubectl) -> cluster.Cluster:
+    """The same for the Python API."""
+    from kubernetes.client import BatchV1Api, CoreV1Api, CustomObjectsApi, NetworkingV1Api
+    from kubernetes.config import new_client_from_config
+    from kubernetes.watch import Watch
+
+    made = new_client_from_config(str(kubectl.kubeconfig))
+    groups = (group(made) for group in (CoreV1Api, CustomObjectsApi, NetworkingV1Api, BatchV1Api))
+    return cluster.Cluster(kubectl.namespace, *groups, Watch)
 
 
 @dataclass(frozen=True)

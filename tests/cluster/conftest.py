@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from tests.cluster.clusters import Cluster, current
 from tests.cluster.demo import Demo
-from tests.cluster.kubectl import Kubectl
+from tests.cluster.kubectl import Kubectl, KubectlError
 
 # Every scenario runs where the strictest Pod Security level is enforced.
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
@@ -41,7 +41,7 @@ def demo(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Demo]:
 @contextmanager
 def own_namespace(cluster: Cluster, name: str, session: pytest.Session) -> Iterator[Kubectl]:
     """A namespace that is there for a while; with WANDISTILL_E2E_KEEP set, it stays where a test failed in it."""
-    kubectl = Kubectl(cluster.kubeconfig, "e2e-" + re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-"))
+    kubectl = Kubectl(cluster.kubeconfig, "e2e-" + re.sub(r"[^a-z0-9]+", "-", name.lower())[-40:].strip("-"))
     remove(kubectl, wait=True)
     cluster.remove_volumes(kubectl)
     kubectl.run("create", "namespace", kubectl.namespace)
@@ -60,9 +60,13 @@ def own_namespace(cluster: Cluster, name: str, session: pytest.Session) -> Itera
 
 def remove(kubectl: Kubectl, wait: bool) -> None:
     """Deletes the namespace. Its pods get seconds, where a job's own grace period gives minutes for a checkpoint."""
-    for kind in ("pytorchjobs", "pods"):
-        kubectl.run("delete", kind, "--all", "--grace-period=3", "--wait=false")
-    kubectl.run("delete", "namespace", kubectl.namespace, "--ignore-not-found", f"--wait={str(wait).lower()}")
+    kubectl.run("delete", "namespace", kubectl.namespace, "--ignore-not-found", "--wait=false")
+    # One request for all pods: kubectl by itself deletes one after the other, five in a second. Of hundreds, what the
+    # API server has not deleted in a minute goes with the namespace.
+    with suppress(KubectlError):
+        kubectl.run("delete", "--raw", f"/api/v1/namespaces/{kubectl.namespace}/pods?gracePeriodSeconds=3")
+    if wait:
+        kubectl.run("wait", "--for=delete", f"namespace/{kubectl.namespace}", "--timeout=300s", seconds=310)
 
 
 @pytest.hookimpl(wrapper=True)

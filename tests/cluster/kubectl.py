@@ -12,6 +12,9 @@ from typing import Any
 
 from tests.tools.build import tool
 
+# Of each kind: each takes kubectl some requests, and it sends five in a second.
+MOST_DESCRIBED = 20
+
 
 class KubectlError(RuntimeError):
     """kubectl ended with an error; the message is what it printed."""
@@ -61,10 +64,13 @@ class Kubectl:
 
     def describe(self) -> str:
         """Pods, jobs, events and logs of the namespace, for a failed test's output."""
-        parts = [self._try("get", "pytorchjobs,pods,pvc,jobs", "-o", "wide"), self._try("describe", "pods,pytorchjobs")]
-        for name in self._try("get", "pods", "-o", "name").split():
-            parts += [f"--- logs of {name}", self._try("logs", name, "--all-containers", "--tail=60")]
-            parts += [f"--- logs of {name}'s last try", self._try("logs", name, "--previous", "--tail=60")]
+        kinds = [self._try("get", kind, "-o", "name").split() for kind in ("pods", "pytorchjobs")]
+        described = [name for names in kinds for name in names[:MOST_DESCRIBED]]
+        parts = [self._try("get", "pytorchjobs,pods,pvc,jobs", "-o", "wide"), self._try("describe", *described)]
+        for name in described:
+            if name.startswith("pod/"):
+                parts += [f"--- logs of {name}", self._try("logs", name, "--all-containers", "--tail=60")]
+                parts += [f"--- logs of {name}'s last try", self._try("logs", name, "--previous", "--tail=60")]
         return "\n".join(parts)
 
     def _try(self, *arguments: str) -> str:

@@ -44,6 +44,7 @@ PROGRAMS: dict[str, tuple[str, str, str]] = {
     "kind": ("kind", "sigs.k8s.io/kind", ""),
     "etcd": ("etcd", "go.etcd.io/etcd/server/v3", ""),
     "coredns": ("coredns", "wandistill.test/coredns", ""),
+    "kwok": ("kwok", "sigs.k8s.io/kwok/cmd/kwok", ""),
     "pause": ("pause", "wandistill.test/pause", ""),
 }
 HELM = "v3.22"
@@ -130,24 +131,32 @@ def build(name: str, *flags: str) -> Path:
     return path
 
 
-def operator_manifests() -> Path:
-    """The training operator's own manifests and CRDs, from the module that its program is built from."""
-    target = bin_dir("operator") / "manifests"
+def module_files(folder: str, module: str, part: str) -> Path:
+    """A folder of the source of the module that a program is built from: what its project ships beside the program."""
+    target = bin_dir(folder) / Path(part).name
     if not target.exists():
         done = subprocess.run(
-            ["go", "mod", "download", "-json", "github.com/kubeflow/training-operator"],
-            cwd=MODULES / "operator",
-            capture_output=True,
-            text=True,
+            ["go", "mod", "download", "-json", module], cwd=MODULES / folder, capture_output=True, text=True
         )
         if done.returncode:
-            raise BuildError(f"go mod download of the training operator ended with {done.returncode}:\n{done.stderr}")
+            raise BuildError(f"go mod download of {module} ended with {done.returncode}:\n{done.stderr}")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            shutil.copytree(Path(json.loads(done.stdout)["Dir"]) / "manifests", f"{folder}/manifests")
-            subprocess.run(["chmod", "-R", "u+w", folder], check=True)
-            os.replace(f"{folder}/manifests", target)
+        with tempfile.TemporaryDirectory(dir=target.parent) as made:
+            copied = Path(made) / target.name
+            shutil.copytree(Path(json.loads(done.stdout)["Dir"]) / part, copied)
+            subprocess.run(["chmod", "-R", "u+w", made], check=True)
+            os.replace(copied, target)
     return target
+
+
+def operator_manifests() -> Path:
+    """The training operator's own manifests and CRDs."""
+    return module_files("operator", "github.com/kubeflow/training-operator", "manifests")
+
+
+def kwok_stages() -> Path:
+    """What kwok does with nodes and pods, a stage in each file, as its project ships it."""
+    return module_files("kwok", "sigs.k8s.io/kwok", "kustomize/stage")
 
 
 def main() -> None:

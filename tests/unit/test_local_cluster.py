@@ -77,11 +77,11 @@ def test_what_failed_while_a_fixture_was_made_comes_with_its_pods_and_logs(monke
         def __init__(self, kubeconfig, namespace):
             self.asked = []
 
-        def run(self, *arguments):
+        def run(self, *arguments, seconds=0):
             self.asked.append(arguments[0])
 
         def describe(self):
-            assert self.asked.count("delete") == 3  # of the start: the pods are still there
+            assert self.asked.count("delete") == 2  # of the start: the pods are still there
             return "--- logs of pod/master"
 
     monkeypatch.setattr(conftest, "Kubectl", Kubectl)

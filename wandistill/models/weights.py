@@ -23,7 +23,7 @@ class TransformerFiles:
         self._stored = component_tensors(folder, "diffusion_pytorch_model")
 
     def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The tensor `name` on the CPU.
+        """The tensor `name` in `dtype`, on the CPU.
 
         Raises:
             ConfigError: the files hold no such tensor.

@@ -76,7 +76,7 @@ def save(root: Path, step: int, state: dict[str, Any], trainer: dict[str, Any], 
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes a rank's tensors in files of at most `CHECKPOINT_FILE`, a larger tensor apart, one after the other.
+    """Writes a rank's tensors in as many files of like size as keep each near `CHECKPOINT_FILE`, one after the other.
 
     torch's writer holds all tensors of a file in host memory until the file is whole (it does so for safetensors, and
     in every format), and with copies ahead in page-locked memory that it never gives back: a checkpoint of 12 GB took

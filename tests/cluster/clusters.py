@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -14,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.cluster import command
 from tests.cluster.kind import __main__ as kind
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.local import __main__ as binaries
 from tests.cluster.local import layout
-from tests.cluster.local.init import StartError
-from tests.tools.build import BuildError
 
 # The claims that tests make: each namespace has a volume for each, and takes no other's.
 CLAIMS = ("output", "demo-output", "shared", "distil-cpu-demo-output")
@@ -130,14 +128,7 @@ def volume(namespace: str, claim: str, storage: str, shared: Shared) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("up", "down"))
-    try:
-        {"up": current, "down": down}[parser.parse_args().action]()
-    except (StartError, BuildError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return command.run(__doc__, {"up": current, "down": down}, ValueError)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -10,10 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+from tests.cluster import command
 from tests.cluster.local import layout
 from tests.cluster.local.init import StartError
 from tests.cluster.local.operator import install_operator
-from tests.tools.build import BuildError, tool
+from tests.tools.build import tool
 
 NAME = "wandistill-e2e"
 CONFIG = Path(__file__).with_name("cluster.yaml")
@@ -101,14 +101,7 @@ def _run(command: list[str], environment: dict[str, str] | None = None, folder: 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("up", "down"))
-    try:
-        {"up": up, "down": down}[parser.parse_args().action]()
-    except (StartError, BuildError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return command.run(__doc__, {"up": up, "down": down})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import secrets
 import shutil
@@ -13,6 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from tests.cluster import command
 from tests.cluster.local import layout
 from tests.cluster.local.cgroups import hierarchies, make_cgroups, remove_cgroups
 from tests.cluster.local.images import write_images
@@ -20,7 +20,7 @@ from tests.cluster.local.init import StartError, run, tail
 from tests.cluster.local.node import write_node
 from tests.cluster.local.operator import install_operator
 from tests.tools import build as tools
-from tests.tools.build import BuildError, tool
+from tests.tools.build import tool
 
 PACKAGES = {
     "containerd": "containerd",
@@ -173,18 +173,7 @@ def _is_ours(pid: int) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("up", "down", "kubeconfig"))
-    action = parser.parse_args().action
-    try:
-        if action == "kubeconfig":
-            print(layout.KUBECONFIG)
-        else:
-            {"up": up, "down": down}[action]()
-    except (StartError, BuildError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return command.run(__doc__, {"up": up, "down": down, "kubeconfig": lambda: print(layout.KUBECONFIG)})
 
 
 if __name__ == "__main__":

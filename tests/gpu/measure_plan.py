@@ -27,8 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu import table
-from wandistill.catalog import model_from_folder
+from wandistill.catalog import find_gpu, find_model, model_from_folder
+from wandistill.config import from_mapping
 from wandistill.errors import DoesNotFit
+from wandistill.planner.from_config import request_of_config
+from wandistill.planner.plan import plan
+from wandistill.planner.request import Machines
+from wandistill.student_config import student_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [f"a large red circle left of {number} small blue squares" for number in range(32)]
@@ -59,7 +64,15 @@ DRAWN: dict[str, list[Any]] = {
     "teacher_dtype": ["bfloat16", "float32", "int8"],
 }
 ALONE, TOGETHER = ("gpu", "stream", "offload", "disk"), ("gpu0", "balanced", "sequential", "sharded")
-COMMON = {"max_steps": 8, "rollout_steps": 1, "warmup_steps": 1, "checkpoint_interval": 8, "guidance_scale": 4.0}
+# The student's weights are random: measuring which of the teacher's to take would be half of the time of a run.
+COMMON = {
+    "max_steps": 8,
+    "rollout_steps": 1,
+    "warmup_steps": 1,
+    "checkpoint_interval": 8,
+    "guidance_scale": 4.0,
+    "init": "random",
+}
 # Seconds between two looks for a run's plan, and characters of what a failed run said that are shown.
 _POLL, _TOLD = 0.1, 3000
 TINY = {"num_layers": 4, "num_attention_heads": 2, "attention_head_dim": 32, "ffn_dim": 128, "text_dim": 32}
@@ -68,11 +81,12 @@ TINY = {"num_layers": 4, "num_attention_heads": 2, "attention_head_dim": 32, "ff
 def main() -> None:
     """Measures and leaves the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configs", type=int, default=len(FIXED) * 3 // 2, help="how many; a third is drawn at random")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs, or with --tiny processes, to use at most")
+    parser.add_argument("--fixed", type=int, nargs="*", help="numbers of the fixed ones; else all that the GPUs allow")
+    parser.add_argument("--drawn", type=int, help="how many to draw at random; else half as many as the fixed ones")
+    parser.add_argument("--longest", type=float, default=3.0, help="seconds of a step that a drawn one may take")
     parser.add_argument("--out", type=Path, default=table.MEASURED, help="its section `plans` grows")
     parser.add_argument("--keep", type=Path, help="a folder for each run's run.json, memory profile and last snapshots")
-    parser.add_argument("--only", type=int, nargs="+", help="numbers of the fixed configurations, and none drawn")
     parser.add_argument("--commit", help="of the code, outside a git repository")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "measure-plan", help="a fast disk")
     parser.add_argument(
@@ -80,7 +94,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     rows = table.read("plans", args.out)
-    wanted = [(*FIXED[number], False) for number in args.only] if args.only else chosen(args.configs, args.gpus)
+    wanted = chosen(args.fixed, args.drawn, args.gpus, args.longest)
     failed: list[str] = []
     planner, on = planner_version(), table.machine(args.commit)
     while wanted:
@@ -101,30 +115,49 @@ def main() -> None:
         if code == DoesNotFit.exit_code:
             rows.pop()
             if drawn:
-                wanted.append((*draw(random.SystemRandom(), args.gpus), True))
+                wanted.append((*draw(random.SystemRandom(), args.gpus, args.longest), True))
         else:
             failed.append(f"{shape}, {ranks} ranks, {settings}: ended with {code}")
     if failed:
         sys.exit("\n".join(failed))
 
 
-def chosen(count: int, gpus: int) -> list[tuple[str, int, dict[str, Any], bool]]:
+def chosen(
+    numbers: list[int] | None, count: int | None, gpus: int, longest: float
+) -> list[tuple[str, int, dict[str, Any], bool]]:
     """Shape, ranks, settings, and whether they were drawn."""
-    drawn = math.ceil(count / 3)
-    fixed = [entry for entry in FIXED if entry[1] <= gpus][: count - drawn]
-    return [(*entry, False) for entry in fixed] + [(*draw(random.SystemRandom(), gpus), True) for _ in range(drawn)]
+    fixed = [FIXED[number] for number in numbers] if numbers is not None else [run for run in FIXED if run[1] <= gpus]
+    drawn = count if count is not None else math.ceil(len(fixed) / 2)
+    source = random.SystemRandom()
+    return [(*run, False) for run in fixed] + [(*draw(source, gpus, longest), True) for _ in range(drawn)]
 
 
-def draw(source: random.Random, gpus: int) -> tuple[str, int, dict[str, Any]]:
-    """A configuration at random."""
-    ranks = source.choice([count for count in (1, 2, 4, 8) if count <= gpus])
-    settings = {name: source.choice(values) for name, values in DRAWN.items()}
-    settings["teacher_device_strategy"] = source.choice(ALONE if ranks == 1 else ALONE + TOGETHER)
-    shape = source.choice(SHAPES)
-    settings["student_config"] = source.choice(STUDENTS[shape])
-    if settings["optimizer"] != "adamw":
-        settings["mixed_precision"] = "no"
-    return shape, ranks, settings
+def draw(source: random.Random, gpus: int, longest: float) -> tuple[str, int, dict[str, Any]]:
+    """A configuration at random, of those that fit and take at most `longest` seconds a step by the plan."""
+    while True:
+        ranks = source.choice([count for count in (1, 2, 4, 8) if count <= gpus])
+        settings = {name: source.choice(values) for name, values in DRAWN.items()}
+        settings["teacher_device_strategy"] = source.choice(ALONE if ranks == 1 else ALONE + TOGETHER)
+        shape = source.choice(SHAPES)
+        settings["student_config"] = source.choice(STUDENTS[shape])
+        if settings["optimizer"] != "adamw":
+            settings["mixed_precision"] = "no"
+        if expected_seconds(shape, ranks, settings) <= longest:
+            return shape, ranks, settings
+
+
+def expected_seconds(shape: str, ranks: int, settings: dict[str, Any]) -> float:
+    """Of a step, by the catalogue's figures of this machine's GPU; infinite where it does not fit."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0.0
+    gpu, model = find_gpu(torch.cuda.get_device_name()), find_model(shape)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machines = Machines(gpu, ranks, 1, host_memory=memory, cores=len(os.sched_getaffinity(0)))
+    config = from_mapping({**COMMON, **settings, "teacher_path": shape, "data_path": "prompts.txt"})
+    answer = plan(request_of_config(config, model, student_spec(config.student_config, model.architecture), machines))
+    return answer.choice.time.step if answer.choice and answer.choice.time else math.inf
 
 
 def prepared(work: Path, shape: str, settings: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
@@ -149,7 +182,6 @@ def random_teacher(folder: Path, shape: str, *, tiny: bool) -> None:
 
     from tests.engine_setup import write_random
     from tests.tiny_wan import LAYOUTS, build_tiny_wan
-    from wandistill.catalog import find_model
 
     build_tiny_wan(LAYOUTS["t2v-1.3b"], folder)
     own = TINY if tiny else find_model(shape).architecture.to_config()

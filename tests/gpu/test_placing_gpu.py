@@ -25,7 +25,13 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("placing")
     (folder / "prompts.txt").write_text("\n".join(training_prompts(32)))
     settings = {**SHORT, "device": "cuda", "data_path": folder / "prompts.txt", "output_dir": folder / "out"}
-    command = [sys.executable, "-m", "wandistill", "train", *flags(settings, "--memory_profile")]
+    command = [
+        sys.executable,
+        "-m",
+        "wandistill",
+        "train",
+        *flags(settings, "--memory_profile", "--gradient_checkpointing"),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "teacher: gpu (gpu fits" in result.stderr

@@ -71,7 +71,9 @@ class MemoryAccount:
     def __enter__(self) -> MemoryAccount:
         self._thread.start()
         if self.detailed and self._on_gpu:
-            torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
+            # Stacks of allocations only: the one of a free is taken while an exception, such as the one that ends the
+            # second run of a checkpointed block, unwinds the frames that held the tensor, and makes that fail.
+            torch.cuda.memory._record_memory_history(context="alloc", max_entries=_EVENTS)
         return self
 
     def __exit__(self, *_: object) -> None:

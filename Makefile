@@ -81,6 +81,9 @@ verify: setup ## fail where `make generate` would change something
 bench: setup ## the trainer's overhead over bare forward and backward, on the CPU
 	$(RUN) -m tests.bench_overhead
 
+bench-gpu: setup ## every placement against resident and the peers, 14B-shaped, on the GPUs that are here
+	$(RUN) -m tests.gpu.bench
+
 bench-metrics: setup ## what snapshots and scrapes cost, and that they leak nothing
 	$(RUN) -m tests.bench_metrics
 
@@ -99,4 +102,4 @@ $(VENV)/.installed: pyproject.toml uv.lock
 	mv .tools/unpacked/usr/bin/promtool .tools/unpacked/usr/bin/prometheus .tools && rm -r .tools/unpacked .tools/*.deb
 	@touch $@
 
-.PHONY: help setup demo demo-others lint test test-slow test-demo test-metrics test-chart image kind e2e e2e-full e2e-down generate verify bench bench-metrics clean
+.PHONY: help setup demo demo-others lint test test-slow test-demo test-metrics test-chart image kind e2e e2e-full e2e-down generate verify bench bench-gpu bench-metrics clean

@@ -125,7 +125,7 @@ def enlarge(folder: Path, *, shard: str = "1GB", dtype: torch.dtype | None = Non
 def write_random(folder: Path, *, dtype: torch.dtype | None = None, **sizes: int) -> Path:
     """Gives the teacher in `folder` random transformers of other sizes, float32 unless told, a shard for each block.
 
-    Larger than the memory, if need be: one block is drawn, and written for all.
+    Larger than the memory, if need be: one block is drawn, and rolled for each, so that no two are alike.
     """
     import torch
     from safetensors.torch import save_file
@@ -146,11 +146,12 @@ def write_random(folder: Path, *, dtype: torch.dtype | None = None, **sizes: int
         }
         outer = {name: tensor for name, tensor in drawn.items() if not name.startswith("blocks.")}
         block = {name.removeprefix("blocks.0."): tensor for name, tensor in drawn.items() if name not in outer}
-        shards = [outer]
-        shards += [{f"blocks.{i}.{name}": t for name, t in block.items()} for i in range(config["num_layers"])]
+        count = config["num_layers"] + 1
         places = {}
-        for number, shard in enumerate(shards, 1):
-            file = f"diffusion_pytorch_model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number in range(count):
+            rolled = {f"blocks.{number - 1}.{name}": tensor.roll(number) for name, tensor in block.items()}
+            shard = rolled if number else outer
+            file = f"diffusion_pytorch_model-{number + 1:05d}-of-{count:05d}.safetensors"
             save_file(shard, path / file)
             places |= dict.fromkeys(shard, file)
         index = {"metadata": {}, "weight_map": places}

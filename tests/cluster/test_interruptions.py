@@ -55,6 +55,7 @@ def test_master_killed_during_its_export_comes_back_and_exports(cluster: Cluster
     assert output.json(f"{job}/launch/node-0.json")["number"] > 1
     assert list(output.losses(job)) == list(range(1, STEPS + 1))
     assert output.load_student(job)["finite"]
+    assert "partial" not in output.run("ls", "-A", f"/output/{job}")
 
 
 def test_two_runs_at_once_share_one_claim(cluster: Cluster, namespace: Kubectl):

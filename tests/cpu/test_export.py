@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from wandistill.errors import ConfigError, TrainingFailed
 from wandistill.models import export as export_module
 from wandistill.models.comfyui import original_name
-from wandistill.models.export import export_comfyui, export_student, read_settings
+from wandistill.models.export import clear_killed, export_comfyui, export_student, read_settings
 from wandistill.models.sampling import sample_folder, to_pictures
 from wandistill.models.student import Student, build_student
 from wandistill.models.wan import WanFolder, open_teacher
@@ -225,6 +225,25 @@ class TestReplacing:
             export(student_of(teacher, num_layers=1), teacher, tmp_path / "student")
         assert open_teacher(str(tmp_path / "student")).fingerprint() == before
         assert [path.name for path in tmp_path.iterdir()] == ["student"]
+
+    def test_what_killed_exports_left_is_cleared_away(self, tmp_path: Path):
+        for name in ("student", ".student.12.partial", ".student.13.former", ".student.safetensors.14.partial"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "weights").write_text(name)
+
+        clear_killed(tmp_path / "student")
+
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".student.safetensors.14.partial", "student"]
+        assert (tmp_path / "student" / "weights").read_text() == "student"
+
+    def test_a_student_that_a_killed_export_moved_aside_is_put_back(self, tmp_path: Path):
+        (tmp_path / ".student.13.former").mkdir()
+        (tmp_path / ".student.13.former" / "weights").write_text("former")
+
+        clear_killed(tmp_path / "student")
+
+        assert [path.name for path in tmp_path.iterdir()] == ["student"]
+        assert (tmp_path / "student" / "weights").read_text() == "former"
 
     def test_a_failure_between_the_two_renames_puts_the_former_student_back(
         self, tiny_wan: TinyWan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

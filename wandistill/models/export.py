@@ -107,6 +107,23 @@ def export_student(
     _replace(destination, write)
 
 
+def clear_killed(destination: Path) -> None:
+    """Removes what exports that were killed have left beside `destination`; a student that one moved aside is put back.
+
+    Only for whoever holds the run's lock (launch/lock.py): an export that still writes there loses its files.
+
+    Raises:
+        TrainingFailed: something there can't be removed.
+    """
+    with _disk_errors(destination):
+        for state in ("former", "partial"):
+            for path in destination.parent.glob(_sibling(destination, "[0-9]*", state).name):
+                if state == "former" and not destination.exists():
+                    os.rename(path, destination)
+                else:
+                    _remove(path)
+
+
 def export_comfyui(
     weights: Mapping[str, Tensor], architecture: WanArchitecture, destination: Path, *, dtype: torch.dtype
 ) -> None:
@@ -209,8 +226,7 @@ def _linked(source: Path, target: Path) -> bool:
 
 def _replace(destination: Path, write: Callable[[Path], object]) -> None:
     """Lets `write` fill a path beside `destination`, then puts it in its place."""
-    beside = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
-    former = destination.with_name(f".{destination.name}.{os.getpid()}.former")
+    beside, former = (_sibling(destination, str(os.getpid()), state) for state in ("partial", "former"))
     with _disk_errors(destination):
         try:
             destination.parent.mkdir(parents=True, exist_ok=True)
@@ -222,7 +238,16 @@ def _replace(destination: Path, write: Callable[[Path], object]) -> None:
             if former.exists() and not destination.exists():
                 os.rename(former, destination)
             for path in (beside, former):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                _remove(path)
+
+
+def _sibling(destination: Path, process: str, state: str) -> Path:
+    """A path beside `destination` that an export by a process uses while it is in a state."""
+    return destination.with_name(f".{destination.name}.{process}.{state}")
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from wandistill.evaluate.report import write_report
 from wandistill.launch import lock, records
 from wandistill.launch.memory import resident_bytes
 from wandistill.launch.state import replans
-from wandistill.models.export import export_student
+from wandistill.models.export import clear_killed, export_student
 from wandistill.models.student import ProbeBatch, Student, build_student, choose_init, empty_student, importance_of
 from wandistill.planner.outcome import CACHES, planned_rank
 from wandistill.teacher.base import Expert, Request
@@ -366,11 +366,12 @@ def _export_left(setup: Setup, record: RunRecord, last: Path) -> None:
 
 def _export(setup: Setup, record: RunRecord, weights: dict[str, Tensor], step: int, example_prompt: str) -> None:
     """Writes student and report, and notes that the run is finished; on rank 0, which nothing waits for."""
-    config, folder = setup.config, setup.folder
+    config, folder, destination = setup.config, setup.folder, setup.output_dir / "student"
+    clear_killed(destination)
     export_student(
         empty_student(folder, setup.spec).transformer,
         folder,
-        setup.output_dir / "student",
+        destination,
         resolution=parse_resolution(config.resolution),
         steps=config.sample_steps,
         shift=config.flow_shift,
@@ -381,7 +382,7 @@ def _export(setup: Setup, record: RunRecord, weights: dict[str, Tensor], step: i
     record.end_try("finished", step)
     write_report(setup.output_dir)
     _log.info(
-        f"the student is in {setup.output_dir / 'student'}, the report is {setup.output_dir / 'report.html'}; "
+        f"the student is in {destination}, the report is {setup.output_dir / 'report.html'}; "
         f"'wandistill evaluate {setup.output_dir}' compares it with the teacher."
     )
 

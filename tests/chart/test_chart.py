@@ -380,27 +380,26 @@ def test_a_preset_takes_another_placement_with_other_sizes(helm):
     assert memory(after)["wandistill.dev/memory"] != memory(before)["wandistill.dev/memory"]
 
 
-def test_what_helm_test_makes_looks_at_claims_that_are_shared_and_at_no_others(helm):
+def test_what_helm_test_makes_asks_about_the_claims_of_the_release_and_writes_on_those_of_its_runs(helm):
     def hooks(*layers):
         made = yaml.safe_load_all(helm.template([CPU, *layers]).stdout)
         found = [one for one in made if one and "helm.sh/hook" in (one["metadata"].get("annotations") or {})]
-        return {one["kind"]: one for one in found}
+        return {one["metadata"]["name"] if one["kind"] == "Pod" else one["kind"]: one for one in found}
 
     def arguments(made):
-        return made["Pod"]["spec"]["containers"][0]["args"]
+        return [made[f"my-run-test-{what}"]["spec"]["containers"][0]["args"] for what in ("claims", "folders")]
 
-    assert set(hooks()) == {"Pod"} and arguments(hooks()) == ["1", "/output"]
+    assert arguments(hooks()) == [["runs=1"], ["/output"]]
     two = {"pools": {"main": {"nodes": 2}}}
-    shared = hooks(two, {"teacher": {"cache": {"existingClaim": "models"}}})
-    assert arguments(shared) == ["2", "/output=runs", "/cache=models"]
-    (rule,) = shared["Role"]["rules"]
-    assert (rule["resourceNames"], rule["verbs"]) == (["runs", "models"], ["get"])
-    assert shared["Pod"]["spec"]["serviceAccountName"] == shared["ServiceAccount"]["metadata"]["name"]
-    assert shared["RoleBinding"]["subjects"][0]["name"] == shared["ServiceAccount"]["metadata"]["name"]
-    own = hooks(two, {"serviceAccount": {"name": "runner"}})
-    assert set(own) == {"Pod", "Role", "RoleBinding"} and own["Pod"]["spec"]["serviceAccountName"] == "runner"
-    made = {"existingClaim": "", "create": {"enabled": True, "accessModes": ["ReadWriteMany"]}}
-    assert set(hooks(two, {"output": made})) == {"Pod"}
+    shared = hooks(two, {"teacher": {"cache": {"existingClaim": "models"}}, "data": {"existingClaim": "prompts"}})
+    assert arguments(shared) == [["runs=2", "models=2", "prompts=1"], ["/output", "/cache"]]
+    claims, events = shared["Role"]["rules"]
+    assert (claims["resourceNames"], claims["verbs"]) == (["runs", "models", "prompts"], ["get"])
+    assert (events["resources"], events["verbs"]) == (["events"], ["list"])
+    for made, account in ((shared, "my-run-test"), (hooks(two, {"serviceAccount": {"name": "runner"}}), "runner")):
+        assert made["my-run-test-claims"]["spec"]["serviceAccountName"] == account
+        assert made["RoleBinding"]["subjects"][0]["name"] == account
+        assert made.get("ServiceAccount", {"metadata": {"name": "runner"}})["metadata"]["name"] == account
 
 
 def test_advice_as_a_helm_command_makes_the_change(helm, monkeypatch):

@@ -51,6 +51,10 @@ class Release:
     def uninstall(self) -> None:
         self._run("uninstall", self.name, "--wait")
 
+    def test(self) -> str:
+        """Runs `helm test`."""
+        return self._run("test", self.name, "--timeout=150s")
+
     def jobs(self) -> list[str]:
         label = f"app.kubernetes.io/instance={self.name}"
         return [item["metadata"]["name"] for item in self.kubectl.items("pytorchjobs", "-l", label)]

@@ -22,7 +22,7 @@ class KubectlError(RuntimeError):
 
 @dataclass(frozen=True)
 class Kubectl:
-    """One cluster, and one namespace of it where given."""
+    """One cluster and a namespace of it; where that is empty, objects say theirs."""
 
     kubeconfig: Path
     namespace: str = "default"
@@ -33,7 +33,8 @@ class Kubectl:
         Raises:
             KubectlError: it ended with another code than 0.
         """
-        command = [str(tool("kubectl")), f"--kubeconfig={self.kubeconfig}", f"--namespace={self.namespace}"]
+        command = [str(tool("kubectl")), f"--kubeconfig={self.kubeconfig}"]
+        command += [f"--namespace={self.namespace}"] if self.namespace else []
         done = subprocess.run([*command, *arguments], input=stdin, capture_output=True, text=True, timeout=seconds)
         if done.returncode:
             raise KubectlError(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")

@@ -45,6 +45,7 @@ PROGRAMS: dict[str, tuple[str, str, str]] = {
     "etcd": ("etcd", "go.etcd.io/etcd/server/v3", ""),
     "coredns": ("coredns", "wandistill.test/coredns", ""),
     "kwok": ("kwok", "sigs.k8s.io/kwok/cmd/kwok", ""),
+    "kueue": ("kueue", "sigs.k8s.io/kueue/cmd/kueue", ""),
     "pause": ("pause", "wandistill.test/pause", ""),
 }
 HELM = "v3.22"
@@ -157,6 +158,11 @@ def operator_manifests() -> Path:
 def kwok_stages() -> Path:
     """What kwok does with nodes and pods, a stage in each file, as its project ships it."""
     return module_files("kwok", "sigs.k8s.io/kwok", "kustomize/stage")
+
+
+def kueue_manifests() -> Path:
+    """Kueue's own manifests and CRDs."""
+    return module_files("kueue", "sigs.k8s.io/kueue", "config")
 
 
 def main() -> None:

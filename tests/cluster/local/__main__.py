@@ -38,7 +38,7 @@ NEEDS = (
 )
 UNSHARE = ("unshare", "--fork", "--pid", "--mount", "--net", "--mount-proc")
 # The others of the tests' tools run beside a cluster, not in it.
-PROGRAMS = tuple(name for name in tools.PROGRAMS if name not in ("helm", "kubeconform", "kind", "kwok"))
+PROGRAMS = tuple(name for name in tools.PROGRAMS if name not in ("helm", "kubeconform", "kind", "kwok", "kueue"))
 
 
 def up() -> None:

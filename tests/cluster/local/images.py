@@ -9,6 +9,7 @@ import tarfile
 from pathlib import Path
 
 from tests.cluster.local import layout
+from tests.cluster.local.init import run
 from tests.tools.build import tool
 
 USER = "65532:65532"
@@ -47,6 +48,16 @@ def write_images(folder: Path) -> list[Path]:
         _write(folder / "train.tar", layout.TRAIN_IMAGE, shared, launch),
         _write(folder / "control.tar", layout.CONTROL_IMAGE, shared, launch),
     ]
+
+
+def load_kueue(folder: Path) -> None:
+    """Writes Kueue's image and gives it to the nodes of the running cluster: few tests want it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [_file("manager", tool("kueue").read_bytes(), 0o755), _folder("tmp", 0o1777)]
+    archive = _write(folder / "kueue.tar", layout.KUEUE_IMAGE, files, {"Entrypoint": ["/manager"], "User": USER})
+    for node in layout.NODES:
+        run(*layout.ctr(node), "images", "import", str(archive))
+    archive.unlink()
 
 
 def _shared_files() -> list[tuple[tarfile.TarInfo, bytes]]:

@@ -187,9 +187,8 @@ def control_plane(parts: Parts) -> None:
 
 
 def start_node(parts: Parts, name: str) -> None:
-    socket = layout.node_dir(name) / "containerd.sock"
+    ctr = layout.ctr(name)
     parts.start(f"{name}-containerd", node.containerd_command(name), WANDISTILL_E2E_SHARE=node.shared_with_containers())
-    ctr = ["ctr", "--address", str(socket), "--namespace", "k8s.io"]
     parts.wait_for(f"containerd of {name} answers", lambda: quiet([*ctr, "version"]))
     for archive in sorted(layout.IMAGES.glob("*.tar")):
         run(*ctr, "images", "import", str(archive))

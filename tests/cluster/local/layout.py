@@ -34,6 +34,7 @@ CGROUP = "wandistill-e2e"
 PAUSE_IMAGE = "localhost/wandistill-pause:e2e"
 OPERATOR_IMAGE = "localhost/wandistill-training-operator:e2e"
 TRAIN_IMAGE = "localhost/wandistill:e2e"
+KUEUE_IMAGE = "localhost/wandistill-kueue:e2e"
 CONTROL_IMAGE = "localhost/wandistill-control:e2e"
 # A container of an image with this variable gets the machine's /usr and the checkout, read-only (see `runc.py`).
 SHARED_MARK = "WANDISTILL_E2E_SHARED"
@@ -43,3 +44,8 @@ CHECKOUT_INSIDE = "/opt/e2e/checkout"
 
 def node_dir(node: str) -> Path:
     return STATE / node
+
+
+def ctr(node: str) -> list[str]:
+    """What makes a command one to a node's containerd."""
+    return ["ctr", "--address", str(node_dir(node) / "containerd.sock"), "--namespace", "k8s.io"]

@@ -16,7 +16,14 @@ from wandistill.planner.caches import encoding, rollout_rows, sampling, text_enc
 from wandistill.planner.placements import SPECS, Placement, Store
 from wandistill.planner.request import PlanRequest
 from wandistill.planner.student_memory import StudentMemory
-from wandistill.planner.teacher_memory import DISK_BLOCKS, forward_terms, records, stored_terms, weight_terms
+from wandistill.planner.teacher_memory import (
+    DISK_BLOCKS,
+    forward_terms,
+    records,
+    states_under_way,
+    stored_terms,
+    weight_terms,
+)
 from wandistill.planner.terms import Phases, Term, total
 from wandistill.units import GIB, MIB, format_bytes
 
@@ -108,9 +115,9 @@ def rank_memory(
     phases["teacher"] = phase(lasting, [*_gradients_before(request, placement, student), *asked])
     if SPECS[placement].side_stream and request.on_gpu:
         # What the side stream freed is kept for it, so the student cannot use it.
-        lasting.append(
-            Term("side stream pool", total(asked), "memory that the teacher's stream keeps", allocated=False)
-        )
+        left = states_under_way(request, placement, rank, places, request.teacher_rows) if places and asked else []
+        pool = total(asked) - total(left)
+        lasting += [*left, Term("side stream pool", pool, "memory that the teacher's stream keeps", allocated=False)]
     phases["student"] = phase(lasting, [_answers(request), *student.backward])
     phases["optimizer"] = phase(lasting, student.optimizer)
     if request.save_samples and rank == 0:
@@ -222,12 +229,13 @@ def node_memory(
         always.append(Term("ranks' tensors", together, " + ".join(format_bytes(device.peak) for device in devices)))
     phases = {
         "training": always,
-        "loading": [*always, *_loading(request, placement, student)],
+        "loading": [*always, *_loading(request, placement)],
+        "building": [*always, *_building(student)],
         "checkpoint": [*always, _checkpoint(request, student)],
         "export": [*(term for term in always if term.name not in _TEACHERS), _export(student)],
     }
     if not request.trains:
-        del phases["export"], phases["checkpoint"]
+        del phases["export"], phases["checkpoint"], phases["building"]
     kept = _state(request, student) * (machines.world if request.sharded_student else 1)
     return NodeMemory(
         Phases(phases), 0 if request.share_dir else copied, request.checkpoints * kept if request.trains else 0
@@ -239,25 +247,20 @@ def _on_cores(request: PlanRequest, rows: int, requests: int) -> list[Term]:
     return forward_terms(request.change(teacher_dtype="float32"), Placement.STREAM, 0, None, rows, requests)
 
 
-def _loading(request: PlanRequest, placement: Placement, student: StudentMemory) -> list[Term]:
-    """The student is built in float32 on the CPU of rank 0; a resident teacher passes the memory of each rank."""
-    terms = (
-        []
-        if not request.trains
-        else [
-            Term(
-                "student as built",
-                4 * student.bytes.parameters,
-                f"{student.bytes.parameters / 1e6:,.1f} M parameters x 4 B",
-            )
-        ]
-    )
+def _loading(request: PlanRequest, placement: Placement) -> list[Term]:
+    """A resident teacher passes the memory of each rank."""
     own = records(request, placement)
-    if placement is Placement.GPU and not own.wide and request.on_gpu:
-        ranks, each = request.machines.ranks, 4 * own.largest
-        formula = f"{ranks} ranks x {format_bytes(each)}, one tensor at a time; the files are mapped"
-        terms.append(Term("tensor as loaded", ranks * each, formula))
-    return terms
+    if placement is not Placement.GPU or own.wide or not request.on_gpu:
+        return []
+    ranks, each = request.machines.ranks, 4 * own.largest
+    formula = f"{ranks} ranks x {format_bytes(each)}, one tensor at a time; the files are mapped"
+    return [Term("tensor as loaded", ranks * each, formula)]
+
+
+def _building(student: StudentMemory) -> list[Term]:
+    """The student is built in float32 on the CPU of rank 0."""
+    parameters = student.bytes.parameters
+    return [Term("student as built", 4 * parameters, f"{parameters / 1e6:,.1f} M parameters x 4 B")]
 
 
 def _state(request: PlanRequest, student: StudentMemory) -> int:

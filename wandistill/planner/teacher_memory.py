@@ -7,6 +7,7 @@ Follows `wandistill.teacher`: `assembly` (stream, offload, disk, cpu, and gpu wh
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 
 from wandistill import device_map
 from wandistill.device_map import DeviceMap
@@ -20,6 +21,8 @@ from wandistill.units import format_bytes
 # Blocks from host memory or disk in a pipeline's stage pass two slots; disk is read into four buffers a rank.
 STAGE_SLOTS = 2
 DISK_BLOCKS = 4
+# Exchanges between stages whose tensors are kept (wandistill.teacher.transport).
+EXCHANGES = 2
 # On a CPU a copy is done at once, so that stream needs but two slots.
 _CPU_STREAM_SLOTS = 2
 
@@ -199,14 +202,30 @@ def _stage_forward(
     if all(place.rank != rank for place in places):
         answers = run.compute.stored * run.sizes.velocity * rows // run.batch
         return [Term("teacher answers", answers, f"velocities of {rows} rows")]
-    peak, state = forward_peak(run).total, state_bytes(run, run.batch)
-    formula = f"{run.batch} rows of {request.tokens:,} tokens {format_bytes(peak)} + 2 states {format_bytes(state)}"
-    terms = [Term("teacher activations", peak + 2 * state, formula)]
+    peak = forward_peak(run).total
+    formula = f"{run.batch} rows of {request.tokens:,} tokens"
+    terms = [Term("teacher activations", peak, formula), *states_under_way(request, placement, rank, places, run.batch)]
     if places[0].rank == rank:
         asking = request.machines.world if SPECS[placement].whole_job else request.machines.ranks
         each = run.compute.stored * (run.sizes.latents + run.sizes.text) * rows // run.batch
-        terms.append(Term("teacher inputs", asking * each, f"of {asking} ranks x {format_bytes(each)}"))
+        at_once = min(asking, 2)
+        terms.append(Term("teacher inputs", at_once * each, f"of {at_once} ranks x {format_bytes(each)}"))
     return [*terms, *_feature_terms(request, run, run.batch)]
+
+
+def states_under_way(request: PlanRequest, placement: Placement, rank: int, places: DeviceMap, rows: int) -> list[Term]:
+    """What a rank of a pipeline sends and receives between stages; the last of it stays until the next request.
+
+    Args:
+        rows: of a batch.
+    """
+    passed = sum(before.rank != after.rank and rank in (before.rank, after.rank) for before, after in pairwise(places))
+    if not passed:
+        return []
+    run = teacher_pass(request, placement, min(request.teacher_micro_batch or rows, rows))
+    state = state_bytes(run, run.batch)
+    formula = f"{passed} x {EXCHANGES} exchanges under way x {format_bytes(state)}"
+    return [Term("teacher states", passed * EXCHANGES * state, formula)]
 
 
 def _feature_terms(request: PlanRequest, run: Pass, rows: int) -> list[Term]:

@@ -38,6 +38,26 @@ class Ticket:
     mark: torch.cuda.Event | None = None  # after what this rank computed of the answer itself
 
 
+class Inputs:
+    """A request at the first stage; None elsewhere.
+
+    Args:
+        transfer: that it comes with.
+    """
+
+    def __init__(self, request: Request | None, transfer: Transfer) -> None:
+        self._request, self._transfer = request, transfer
+        self._tensors: tuple[Tensor, ...] | None = None
+
+    def arrived(self) -> tuple[Tensor, ...]:
+        """The model's inputs, all rows of the request, once they are there."""
+        if self._tensors is None:
+            assert self._request is not None
+            self._transfer.arrived()
+            self._tensors = self._request.model_inputs()
+        return self._tensors
+
+
 class PipelineTeacher:
     """A teacher whose stages are on several ranks; each rank gives its requests and gets its answers.
 
@@ -132,10 +152,12 @@ class PipelineTeacher:
             asked: the requests of all members, or at a member without a stage its own: it takes part in nothing else.
             ticket: this rank's, if it asks.
         """
-        inputs = self._gather(asked, ticket.request if ticket else None)
         batches, stages = self._route.batches(asked), len(self._route.stations)
         for stage in self._stages.values():
             stage.expect(batches[0].notice.expert, len(batches))
+        mail = Mail(self._here, self._device)
+        request = self._hand_in(mail, batches[0], ticket)
+        inputs = Inputs(request, self._transport.exchange(mail.sends, mail.receives))
         entering: dict[int, tuple[BlockState, Transfer]] = {}  # stage -> what it computes at the next tick
         for tick in range(len(batches) + stages - 1):
             mail = Mail(self._here, self._device)
@@ -151,45 +173,46 @@ class PipelineTeacher:
                     if state is not None:
                         passed[number + 1] = state
                 answers += self._answer(mail, batch, number, output, ticket)
+            # A member's request comes a tick before it enters: until then the member's stage may still be computing
+            # the round before, after which alone it sends.
+            following = tick + 1 < len(batches) and batches[tick + 1].member != batches[tick].member
+            request = self._hand_in(mail, batches[tick + 1], ticket) if following else None
             transfer = self._transport.exchange(mail.sends, mail.receives)
             entering = {number: (state, transfer) for number, state in passed.items()}
+            if following:
+                inputs = Inputs(request, transfer)
             if answers and ticket is not None:
                 ticket.transfers.append(transfer)
 
-    def _gather(self, asked: Mapping[int, Notice], own: Request | None) -> dict[int, tuple[Tensor, ...]]:
-        """Every member's request at the first stage, as the model's inputs."""
-        first = self._route.stations[0].member
-        mail = Mail(self._here, self._device)
-        gathered: dict[int, Request] = {}
-        for member, notice in asked.items():
-            tensors: Sequence[Tensor | None] = [None] * 4
-            if own is not None and member == self._here:
-                tensors = [own.x, own.t, own.prompt.positive, own.prompt.negative]
-            moved = []
-            for tensor, (shape, dtype) in zip(tensors, self._route.inputs(notice), strict=False):
-                placed = None if tensor is None else tensor.to(self._device, dtype)
-                moved.append(mail.move(placed, shape, dtype, member, first))
-            if self._here == first:
-                x, t, positive, *negative = moved
-                assert x is not None and t is not None and positive is not None
-                # Whatever guidance is asked for, it does not shape the inputs; the rank that asked applies it.
-                guidance = 0.0 if negative else 1.0
-                prompt = Prompt(positive, negative[0] if negative else None)
-                gathered[member] = Request(x, t, prompt, notice.expert, guidance, ())
-        self._transport.exchange(mail.sends, mail.receives).arrived()
-        return {member: request.model_inputs() for member, request in gathered.items()}
+    def _hand_in(self, mail: Mail, batch: Batch, ticket: Ticket | None) -> Request | None:
+        """Moves the whole request that `batch` is of to the first stage; returns it there."""
+        first, own = self._route.stations[0].member, ticket.request if ticket else None
+        tensors: Sequence[Tensor | None] = [None] * 4
+        if own is not None and batch.member == self._here:
+            tensors = [own.x, own.t, own.prompt.positive, own.prompt.negative]
+        moved = []
+        for tensor, (shape, dtype) in zip(tensors, self._route.inputs(batch.notice), strict=False):
+            placed = None if tensor is None else tensor.to(self._device, dtype)
+            moved.append(mail.move(placed, shape, dtype, batch.member, first))
+        if self._here != first:
+            return None
+        x, t, positive, *negative = moved
+        assert x is not None and t is not None and positive is not None
+        # Whatever guidance is asked for, it does not shape the inputs; the rank that asked applies it.
+        guidance = 0.0 if negative else 1.0
+        return Request(x, t, Prompt(positive, negative[0] if negative else None), batch.notice.expert, guidance, ())
 
     def _compute(
         self,
         number: int,
         batch: Batch,
-        inputs: Mapping[int, tuple[Tensor, ...]],
+        inputs: Inputs,
         entering: tuple[BlockState, Transfer] | None,
     ) -> StageOutput:
         """What a stage here makes of a batch."""
         stage, notice = self._stages[number], batch.notice
         if entering is None:
-            x, t, prompt = (tensor[batch.rows.start : batch.rows.stop] for tensor in inputs[batch.member])
+            x, t, prompt = (tensor[batch.rows.start : batch.rows.stop] for tensor in inputs.arrived())
             return stage.run(notice.expert, (x, t, prompt), notice.features)
         state, transfer = entering
         transfer.arrived()

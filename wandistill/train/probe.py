@@ -33,6 +33,7 @@ from wandistill.teacher.host_memory import HostBuffers, available_bytes
 from wandistill.teacher.resident import cpu_computes
 from wandistill.train.distributed import World
 from wandistill.train.memory import host_memory
+from wandistill.train.norms import norms_in_float32
 from wandistill.units import GIB, MIB
 
 # A block's operations and weights at most: a fraction of a second on the slowest device that is worth a run.
@@ -232,6 +233,7 @@ def _block_seconds(run: Pass, config: Mapping[str, Any], half: torch.dtype, devi
         owner, _, key = name.rpartition(".")
         setattr(block.get_submodule(owner), key, nn.Parameter(values, requires_grad=False))
     block.requires_grad_(False).eval()
+    norms_in_float32(block)
     hidden = half if compute.hidden == 2 else torch.float32
     width, head = architecture.hidden_size, architecture.attention_head_dim
     times = (run.batch, run.tokens, 6, width) if run.per_token else (run.batch, 6, width)

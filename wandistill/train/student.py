@@ -25,6 +25,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from wandistill.config import TrainConfig
 from wandistill.models.student import Student
 from wandistill.train.distributed import World
+from wandistill.train.norms import norms_in_float32
 from wandistill.train.optimizer import HALF_WEIGHTS, Average, build_optimizer, half_weights, seed_rounding
 
 
@@ -43,6 +44,7 @@ class TrainedStudent:
         self.accelerator = Accelerator(cpu=world.device.type == "cpu", mixed_precision=config.mixed_precision)
         if config.optimizer in HALF_WEIGHTS:
             half_weights(student, WanTransformer3DModel._keep_in_fp32_modules)
+        norms_in_float32(student)
         student.gradient_checkpointing = config.gradient_checkpointing
         self.module = student
         self.sharded = config.student_parallel == "fsdp" and world.size > 1

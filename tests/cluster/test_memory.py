@@ -10,7 +10,7 @@ from tests.cluster.claims import Claim
 from tests.cluster.client import Client
 from tests.cluster.clusters import Cluster
 from tests.cluster.kubectl import Kubectl, wait_until
-from tests.cluster.local.pods import doom_supervisor
+from tests.cluster.local.pods import kill_whole
 
 pytestmark = pytest.mark.cluster
 
@@ -69,7 +69,7 @@ def test_replanning_succeeds_where_the_kernel_kills_launcher_and_ranks_together(
         if pod.get("uid") != first:
             return True
         if cluster.local and pod.get("container"):
-            doom_supervisor(pod["container"])
+            kill_whole(pod["container"])
         return False
 
     wait_until(killed, 300, "the kernel to kill the whole pod", every=0.3)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import suppress
 from pathlib import Path
 
 from tests.cluster.local import layout
 from tests.cluster.local.cgroups import hierarchies
 
-SPARED, FIRST = "0", "1000"
+# Of a container's memory: its ranks train by then, and its launcher has written down what they asked of the planner.
+MUCH = 0.75
 
 
 def processes(container: str) -> dict[int, int]:
@@ -24,12 +27,40 @@ def processes(container: str) -> dict[int, int]:
     return found
 
 
-def doom_supervisor(container: str) -> None:
-    """Makes the kernel choose a container's first process where memory runs out, and so all of them.
+def kill_whole(container: str) -> None:
+    """Ends a container as the kernel kills a process of it for memory; to be called again and again until then.
 
-    So it goes on cgroup version 2, where the kubelet asks for it; with version 1 the kernel takes one process, the
-    largest.
+    So it goes on cgroup version 2, where the kubelet asks for it. With version 1 the kernel takes one process, and the
+    first one would answer: it is stopped when most of the memory is used, and killed after the other.
     """
-    for pid, inside in processes(container).items():
-        with suppress(OSError):
-            Path("/proc", str(pid), "oom_score_adj").write_text(FIRST if inside == 1 else SPARED)
+    for group in _memory_groups(container):
+        for first in (pid for pid, inside in processes(container).items() if inside == 1):
+            with suppress(OSError):  # it may end meanwhile
+                if _oom_kills(group):
+                    os.kill(first, signal.SIGKILL)
+                elif _used_share(group) > MUCH:
+                    os.kill(first, signal.SIGSTOP)
+
+
+def _memory_groups(container: str) -> list[Path]:
+    """The container's cgroup that counts memory, of version 1 or 2."""
+    found = [
+        group
+        for hierarchy in hierarchies("cgroup", "cgroup2")
+        for group in (hierarchy / layout.CGROUP).glob(f"**/{container}")
+    ]
+    return [group for group in found if (group / "memory.limit_in_bytes").exists() or (group / "memory.max").exists()]
+
+
+def _used_share(group: Path) -> float:
+    used, limit = ("memory.usage_in_bytes", "memory.limit_in_bytes")
+    if not (group / used).exists():
+        used, limit = ("memory.current", "memory.max")
+    return int((group / used).read_text()) / int((group / limit).read_text())
+
+
+def _oom_kills(group: Path) -> int:
+    """How many processes of the group the kernel has killed."""
+    name = "memory.oom_control" if (group / "memory.limit_in_bytes").exists() else "memory.events"
+    counts = dict(line.split() for line in (group / name).read_text().splitlines())
+    return int(counts["oom_kill"])

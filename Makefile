@@ -92,7 +92,7 @@ clean: ## remove everything that was made here
 
 $(VENV)/.installed: pyproject.toml uv.lock
 	@command -v $(UV) >/dev/null || { $(PYTHON) -m venv .uv && .uv/bin/python -m pip install --quiet uv; }
-	# Compiled once: an import of torch and diffusers takes three times as long where every process compiles them, as
+	# Compiled once: an import of torch and diffusers takes over twice as long where every process compiles them, as
 	# pods do, which may not write here, and whoever has PYTHONDONTWRITEBYTECODE set.
 	$(UV) sync --frozen --all-extras --compile-bytecode --python $(PYTHON)
 	@touch $@

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wandistill.errors import ConfigError
-from wandistill.models.weights import empty_transformer
+from wandistill.models.weights import with_one_block
 from wandistill.teacher.copy_stream import CopyStream
 from wandistill.teacher.engine import BlockEngine, Blocks, OuterPart
 from wandistill.teacher.feeds import Feed, Mapped, ReadAhead, Slots
@@ -78,7 +78,7 @@ class Assembly:
         closing: Iterable[Callable[[], None]] = (),
     ) -> BlockEngine:
         """The teacher; closing it closes the feeds, then `closing` in order."""
-        empty = empty_transformer(self.setting.folder.transformer_config)
+        empty = with_one_block(self.setting.folder.transformer_config)
         empty_block = empty.blocks[0]
         empty.blocks = nn.ModuleList()
         return BlockEngine(

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wandistill.models.weights import empty_transformer
+from wandistill.architecture import WanArchitecture
+from wandistill.models.weights import with_one_block
 from wandistill.teacher.base import Expert
 from wandistill.teacher.resident import cpu_computes
 
@@ -101,7 +102,7 @@ class TeacherLayout:
     @classmethod
     def of(cls, experts: Iterable[Expert], config: Mapping[str, Any], precision: Precision) -> TeacherLayout:
         """The layout of a teacher with a transformer's config.json."""
-        model = empty_transformer(config)
+        model = with_one_block(config)
         keep = frozenset(model._keep_in_fp32_modules or ())
         parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         prefix = "blocks.0."
@@ -116,7 +117,7 @@ class TeacherLayout:
 
         return cls(
             tuple(experts),
-            len(model.blocks),
+            WanArchitecture.from_config(config).num_layers,
             _pack(inside, keep, precision, stored),
             None if precision.stored == precision.compute else _pack(inside, keep, precision, computed),
             _pack(outside, keep, precision, computed),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from wandistill.models.weights import empty_transformer
+from wandistill.models.weights import with_one_block
 from wandistill.teacher.base import Expert, Prompt, Request, Teacher, TeacherOutput
 from wandistill.teacher.copy_stream import CopyStream, Mark
 from wandistill.teacher.engine import BlockEngine, Blocks, OuterPart
@@ -227,7 +227,7 @@ def build(setting: Setting) -> Teacher:
     whole = joined(shares.parts[OUTER])
     foreign = {b: joined(shares.parts[b][member] for member in others) for b in range(layout.blocks)}
     largest = max(part.size for part in foreign.values())
-    empty = empty_transformer(folder.transformer_config)
+    empty = with_one_block(folder.transformer_config)
     empty_block = empty.get_submodule("blocks.0")
     empty.blocks = nn.ModuleList()
     stream = CopyStream(device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from wandistill.device_map import EMBEDDING_MODULES, HEAD_MODULES, Run
 from wandistill.models.forward import BlockState, embed, run_block, unembed
-from wandistill.models.weights import empty_transformer
+from wandistill.models.weights import with_one_block
 from wandistill.teacher.base import Expert
 from wandistill.teacher.copy_stream import CopyStream
 from wandistill.teacher.engine import Blocks, OuterPart
@@ -126,7 +126,7 @@ class _Loading:
         self._stream = CopyStream(self._device)
         config = self._folder.transformer_config
         self._layout = TeacherLayout.of(self._folder.experts, config, Precision.of(setting.dtype, self._device))
-        self._outside = empty_transformer(config)
+        self._outside = with_one_block(config)
         self._block = self._outside.get_submodule("blocks.0")
         self._outside.blocks = nn.ModuleList()
         self._closing: list[Callable[[], None]] = []

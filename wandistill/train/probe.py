@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from wandistill.launch.cgroup import MemoryCgroup
 from wandistill.models.forward import BlockState, run_block
-from wandistill.models.weights import empty_transformer
+from wandistill.models.weights import with_one_block
 from wandistill.planner.activations import Pass
 from wandistill.planner.measured import BlockProbe, BlockProbes, GpuProbe, RankProbe, block_to_measure
 from wandistill.planner.placements import Placement
@@ -226,7 +226,7 @@ def _block(run: Pass, config: Mapping[str, Any], device: torch.device, *, fp16: 
 @torch.no_grad()
 def _block_seconds(run: Pass, config: Mapping[str, Any], half: torch.dtype, device: torch.device) -> float:
     architecture, compute = run.architecture, run.compute
-    block = empty_transformer({**config, **architecture.to_config()}).blocks[0]
+    block = with_one_block({**config, **architecture.to_config()}).blocks[0]
     for name, parameter in block.named_parameters():
         wide = compute.stored == 4 or not set(WanTransformer3DModel._keep_in_fp32_modules).isdisjoint(name.split("."))
         values = _random(tuple(parameter.shape), torch.float32 if wide else half, device)

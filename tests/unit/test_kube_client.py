@@ -172,6 +172,16 @@ def test_status_names_the_patch_where_the_operators_container_is_refused(client,
     )
 
 
+def test_status_is_silent_about_pods_that_could_not_be_made_once_all_are_there(client, server, name):
+    put(server, name, fakes.condition("Running"))
+    message = 'object is being deleted: pods "w" already exists'
+    server.events[name] = [{"reason": "FailedCreatePod", "message": message, "involvedObject": {"name": name}}]
+    server.pods = [fakes.pod(name, phase="Running")]
+    assert message in client.status(name).text()
+    server.pods.append(fakes.pod(name, "worker", phase="Running"))
+    assert message not in client.status(name).text()
+
+
 def test_advice_after_an_out_of_memory_is_a_helm_command(client, server, name):
     put(server, name, fakes.condition("Failed", "failed"))
     advice = {

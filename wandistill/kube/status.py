@@ -106,12 +106,19 @@ def job_status(
 def _reasons(job: Object, pods: Sequence[Object], events: Sequence[Object]) -> list[str]:
     """What keeps the job from running, or ended it: pods first, then events of what no pod tells."""
     found = [reason for pod in pods for reason in _pod_reasons(job, pod)]
-    waiting = {pod["metadata"]["name"] for pod in pods if (pod.get("status") or {}).get("phase") == "Pending"}
+    unsettled = {pod["metadata"]["name"] for pod in pods if (pod.get("status") or {}).get("phase") == "Pending"}
+    if len(pods) < _pods_wanted(job):  # else what kept one from being made is over
+        unsettled.add(job["metadata"]["name"])
     for event in sorted(events, key=_seen):
         about = event.get("involvedObject", {}).get("name", "")
-        if event.get("reason") in _WARNINGS and (about in waiting or about == job["metadata"]["name"]):
+        if event.get("reason") in _WARNINGS and about in unsettled:
             found.append(f"{about}: {_explained(event.get('message', ''))}")
     return found[-8:]
+
+
+def _pods_wanted(job: Object) -> int:
+    replicas = ((job.get("spec") or {}).get("pytorchReplicaSpecs") or {}).values()
+    return sum(int(replica.get("replicas", 1)) for replica in replicas)
 
 
 def _seen(event: Object) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,30 @@ def test_a_launcher_that_was_killed_with_its_ranks_is_noticed_by_the_next_start(
     assert termination(tmp_path)["reason"] == "out_of_memory"
     # It has been told; the same command may be tried again.
     assert launch(tmp_path, "leave(0)")[0] == 0
+
+
+def test_what_a_run_has_asked_the_planner_is_noted_at_once_for_a_start_after_a_kill_of_all(tmp_path):
+    behaviour = """
+tell("teacher")
+while not (output_dir / "noted").exists():
+    time.sleep(0.02)
+records.write(f"question-{rank}.json", {"config": {"teacher_device_strategy": "cpu"}})
+time.sleep(60)
+"""
+    process = start(tmp_path, behaviour)
+    file = state.StateFile(tmp_path / "run", 0)
+    wait_for(lambda: (found := file.last()) and len(found.ranks) == 2)
+    (tmp_path / "run" / "noted").touch()
+    wait_for(lambda: file.last().question, seconds=1)
+    process.terminate()
+    process.communicate(timeout=30)
+
+
+def wait_for(holds: Callable[[], object], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def lost(tmp_path: Path, *, tries: int, step: int) -> None:

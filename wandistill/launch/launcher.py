@@ -159,8 +159,10 @@ class Launcher:
         )
 
     def _note(self, folder: Path) -> None:
-        """Notes the ranks' memory in the state file."""
-        if time.monotonic() - self._noted < _NOTE_SECONDS:
+        """Notes the ranks' memory in the state file now and then, and at once what they have asked the planner: after a
+        kill of the whole container, which may come soon, the next start plans from it."""
+        news = self._try.question is None and records.read(folder, "question")
+        if time.monotonic() - self._noted < _NOTE_SECONDS and not news:
             return
         self._noted = time.monotonic()
         self._try = self._with_memory(folder)

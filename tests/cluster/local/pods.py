@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,19 +28,32 @@ def processes(container: str) -> dict[int, int]:
     return found
 
 
-def kill_whole(container: str) -> None:
+def kill_whole(container: str, seconds: float = 3) -> None:
     """Ends a container as the kernel kills a process of it for memory; to be called again and again until then.
 
     So it goes on cgroup version 2, where the kubelet asks for it. With version 1 the kernel takes one process, and the
     first one would answer: it is stopped when most of the memory is used, and killed after the other.
+
+    Args:
+        seconds: for which the container is watched closely, since a rank fills what is left of its memory in less time
+            than a question to the API server takes.
     """
-    for group in _memory_groups(container):
-        for first in (pid for pid, inside in processes(container).items() if inside == 1):
+    groups, deadline = _memory_groups(container), time.monotonic() + seconds
+    firsts = [pid for pid, inside in processes(container).items() if inside == 1]
+    while firsts and time.monotonic() < deadline:
+        for group in groups:
             with suppress(OSError):  # it may end meanwhile
                 if _oom_kills(group):
-                    os.kill(first, signal.SIGKILL)
-                elif _used_share(group) > MUCH:
-                    os.kill(first, signal.SIGSTOP)
+                    _signal(firsts, signal.SIGKILL)
+                    return
+                if _used_share(group) > MUCH:
+                    _signal(firsts, signal.SIGSTOP)
+        time.sleep(0.01)
+
+
+def _signal(pids: list[int], how: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, how)
 
 
 def _memory_groups(container: str) -> list[Path]:

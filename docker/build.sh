@@ -2,7 +2,7 @@
 # Builds the images with docker, podman or buildah, whichever runs here: docker/build.sh [control|train ...]
 # IMAGE is the trainer's name (default wandistill), the other is IMAGE-control; TAG defaults to the version. BUILD_ARGS is
 # passed on: `--build-arg BASE=...`, or for podman and buildah behind a private CA
-# `--volume /path/ca.crt:/run/ca.crt:ro --env SSL_CERT_FILE=/run/ca.crt --env PIP_CERT=/run/ca.crt`.
+# `--volume /path/ca.crt:/run/ca.crt:ro --build-arg SSL_CERT_FILE=/run/ca.crt --build-arg PIP_CERT=/run/ca.crt`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
@@ -11,11 +11,11 @@ tag=${TAG:-$version}
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 
 if docker info >/dev/null 2>&1; then
-  build=(docker build)
+  engine=docker build=(docker build)
 elif command -v podman >/dev/null; then
-  build=(podman build)
+  engine=podman build=(podman build)
 elif command -v buildah >/dev/null; then
-  build=(buildah bud --layers)
+  engine=buildah build=(buildah bud --layers)
 else
   echo "No docker that runs, no podman, no buildah: install one of them, for example: apt-get install buildah" >&2
   exit 2
@@ -28,5 +28,5 @@ for target in "$@"; do
   [ "$target" = train ] || name=$image-$target
   "${build[@]}" --file docker/Dockerfile --target "$target" --tag "$name:$tag" \
     --build-arg "VERSION=$version" --build-arg "REVISION=$revision" "${extra[@]}" .
-  echo "built $name:$tag"
+  echo "built $name:$tag; to give it to its registry: $engine push $name:$tag"
 done

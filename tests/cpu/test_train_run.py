@@ -285,3 +285,21 @@ def test_torchrun_of_one_is_the_same_as_no_torchrun(train, shared, tmp_path):
     assert train() == 0
     finish(torchrun(1, flags({**shared, "output_dir": tmp_path / "torchrun"})))
     assert losses(tmp_path / "torchrun") == pytest.approx(losses(tmp_path / "out"), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_torch_s_allocator_grows_its_segments_unless_the_user_says_how_it_works(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setattr("wandistill.train.run.train", lambda _: seen.append(os.environ.get("PYTORCH_CUDA_ALLOC_CONF")))
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    # Set first, so that it is as before in the end.
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    arguments = ["train", "--teacher_path", "embedded", "--data_path", "prompts.txt"]
+    assert here(arguments) == 0
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    assert here(arguments) == 0
+    assert seen == ["expandable_segments:True", "max_split_size_mb:64" if "CUDA" in name else None]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from wandistill import config
 from wandistill.errors import OutOfMemory
 from wandistill.launch.causes import cause_of
+
+# Where torch reads how its GPU allocator works, the older name last: the only one that all its versions know.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains; returns 0."""
     settings = config.from_arguments(args)
+    if not any(name in os.environ for name in _ALLOCATOR):
+        # Segments of fixed sizes break up under tensors that come and go, and then more is reserved than was planned.
+        os.environ[_ALLOCATOR[-1]] = "expandable_segments:True"
     # Imported here, so that --help and a wrong flag answer at once.
     from wandistill.train.run import train
 

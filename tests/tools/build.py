@@ -46,6 +46,7 @@ PROGRAMS: dict[str, tuple[str, str, str]] = {
     "coredns": ("coredns", "wandistill.test/coredns", ""),
     "kwok": ("kwok", "sigs.k8s.io/kwok/cmd/kwok", ""),
     "kueue": ("kueue", "sigs.k8s.io/kueue/cmd/kueue", ""),
+    "registry": ("registry", "wandistill.test/registry", ""),
     "pause": ("pause", "wandistill.test/pause", ""),
 }
 HELM = "v3.22"

@@ -38,7 +38,8 @@ NEEDS = (
 )
 UNSHARE = ("unshare", "--fork", "--pid", "--mount", "--net", "--mount-proc")
 # The others of the tests' tools run beside a cluster, not in it.
-PROGRAMS = tuple(name for name in tools.PROGRAMS if name not in ("helm", "kubeconform", "kind", "kwok", "kueue"))
+BESIDE = ("helm", "kubeconform", "kind", "kwok", "kueue", "registry")
+PROGRAMS = tuple(name for name in tools.PROGRAMS if name not in BESIDE)
 
 
 def up() -> None:

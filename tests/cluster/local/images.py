@@ -25,18 +25,6 @@ def write_images(folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     shared = _shared_files()
     pause = [_file("pause", tool("pause").read_bytes(), 0o755)]
-    inside = layout.CHECKOUT_INSIDE
-    launch = {
-        "Env": [
-            f"PATH=/opt/e2e/bin:{inside}/.venv/bin:/usr/local/bin:/usr/bin:/bin",
-            f"PYTHONPATH={inside}",
-            "PYTHONDONTWRITEBYTECODE=1",
-            f"{layout.SHARED_MARK}=1",
-        ],
-        "Entrypoint": ["wandistill", "launch"],
-        "User": USER,
-        "WorkingDir": "/tmp",
-    }
     return [
         _write(folder / "pause.tar", layout.PAUSE_IMAGE, pause, {"Entrypoint": ["/pause"], "User": USER}),
         _write(
@@ -45,9 +33,21 @@ def write_images(folder: Path) -> list[Path]:
             [_file("manager", tool("training-operator").read_bytes(), 0o755), _folder("tmp", 0o1777)],
             {"Entrypoint": ["/manager"], "User": USER},
         ),
-        _write(folder / "train.tar", layout.TRAIN_IMAGE, shared, launch),
-        _write(folder / "control.tar", layout.CONTROL_IMAGE, shared, launch),
+        _write(folder / "train.tar", layout.TRAIN_IMAGE, shared, _launch()),
+        _write(folder / "control.tar", layout.CONTROL_IMAGE, shared, _launch()),
     ]
+
+
+def push_trainer(folder: Path) -> None:
+    """Gives the trainer's image to the registry of this machine, and to no node."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # A file more, so that no node has its layer already.
+    archive = _write(folder / "pushed.tar", layout.PUSHED_IMAGE, [*_shared_files(), _file("pushed", b"")], _launch())
+    ctr = layout.ctr(layout.NODES[0], namespace="pushed")
+    run(*ctr, "images", "import", str(archive))
+    run(*ctr, "images", "push", "--plain-http", layout.PUSHED_IMAGE)
+    run(*ctr, "images", "rm", "--sync", layout.PUSHED_IMAGE)
+    archive.unlink()
 
 
 def load_kueue(folder: Path) -> None:
@@ -77,6 +77,22 @@ def _shared_files() -> list[tuple[tarfile.TarInfo, bytes]]:
         _file("opt/e2e/bin/wandistill", WANDISTILL.encode(), 0o755),
     ]
     return entries
+
+
+def _launch() -> dict:
+    """How a container of the trainer starts, and the mark by which it gets the rest of its files."""
+    inside = layout.CHECKOUT_INSIDE
+    return {
+        "Env": [
+            f"PATH=/opt/e2e/bin:{inside}/.venv/bin:/usr/local/bin:/usr/bin:/bin",
+            f"PYTHONPATH={inside}",
+            "PYTHONDONTWRITEBYTECODE=1",
+            f"{layout.SHARED_MARK}=1",
+        ],
+        "Entrypoint": ["wandistill", "launch"],
+        "User": USER,
+        "WorkingDir": "/tmp",
+    }
 
 
 def _folder(name: str, mode: int) -> tuple[tarfile.TarInfo, bytes]:

@@ -27,6 +27,8 @@ SERVICE_NETWORK = "10.96.0.0/16"
 OUTSIDE, OUTSIDE_ADDRESS = "wde2e-out", "10.88.255.1"
 INSIDE, INSIDE_ADDRESS = "wde2e-in", "10.88.255.2"
 API_PORT = 6443
+# Where nodes look for a registry on this machine, without TLS; a test that wants one starts it.
+REGISTRY = f"{OUTSIDE_ADDRESS}:5000"
 
 CGROUP = "wandistill-e2e"
 
@@ -36,6 +38,8 @@ OPERATOR_IMAGE = "localhost/wandistill-training-operator:e2e"
 TRAIN_IMAGE = "localhost/wandistill:e2e"
 KUEUE_IMAGE = "localhost/wandistill-kueue:e2e"
 CONTROL_IMAGE = "localhost/wandistill-control:e2e"
+# No node has it: it is pulled from the registry.
+PUSHED_IMAGE = f"{REGISTRY}/wandistill:e2e"
 # A container of an image with this variable gets the machine's /usr and the checkout, read-only (see `runc.py`).
 SHARED_MARK = "WANDISTILL_E2E_SHARED"
 # Not at its own path: a checkout below /tmp would be hidden by the pods' volume at /tmp.
@@ -46,6 +50,6 @@ def node_dir(node: str) -> Path:
     return STATE / node
 
 
-def ctr(node: str) -> list[str]:
-    """What makes a command one to a node's containerd."""
-    return ["ctr", "--address", str(node_dir(node) / "containerd.sock"), "--namespace", "k8s.io"]
+def ctr(node: str, namespace: str = "k8s.io") -> list[str]:
+    """What makes a command one to a node's containerd; the kubelet sees the images of its own namespace there."""
+    return ["ctr", "--address", str(node_dir(node) / "containerd.sock"), "--namespace", namespace]

@@ -16,6 +16,10 @@ def write_node(node: str) -> None:
     for name in ("cni", "ipam", "kubelet", "manifests"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / "resolv.conf").write_text("")
+    registry = folder / "registries" / layout.REGISTRY
+    registry.mkdir(parents=True, exist_ok=True)
+    # Its `server` alone is no valid file to containerd 1.6.
+    (registry / "hosts.toml").write_text(f'[host."http://{layout.REGISTRY}"]\n')
     (folder / "cni" / "10-bridge.conflist").write_text(json.dumps(_network(node)))
     (folder / "containerd.toml").write_text(_containerd(folder))
     (folder / "kubelet.json").write_text(json.dumps(_kubelet(node, folder)))
@@ -88,6 +92,8 @@ state = "/run/wandistill-{folder.name}"
 [plugins."io.containerd.grpc.v1.cri"]
   sandbox_image = "{layout.PAUSE_IMAGE}"
   restrict_oom_score_adj = true
+  [plugins."io.containerd.grpc.v1.cri".registry]
+    config_path = "{folder}/registries"
   [plugins."io.containerd.grpc.v1.cri".cni]
     bin_dir = "/usr/lib/cni"
     conf_dir = "{folder}/cni"

@@ -45,7 +45,7 @@ test-demo: setup ## the tests that read the outputs of `make demo demo-others`
 test-chart: setup ## the chart: lint, every preset, refusals, tables against the planner (helm from PATH, or built with Go)
 	$(RUN) -m pytest tests/chart
 
-test-metrics: setup .tools/prometheus ## promtool on rules and alerts, a real Prometheus on every panel
+test-metrics: setup ## promtool on rules and alerts, a real Prometheus on every panel (both built with Go)
 	$(RUN) -m pytest tests/metrics/promtool_checks.py tests/metrics/prometheus_checks.py
 
 ##@ Kubernetes
@@ -88,20 +88,13 @@ bench-metrics: setup ## what snapshots and scrapes cost, and that they leak noth
 	$(RUN) -m tests.bench_metrics
 
 clean: ## remove everything that was made here
-	rm -rf $(VENV) .uv .tools outputs dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .uv outputs dist .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.installed: pyproject.toml uv.lock
 	@command -v $(UV) >/dev/null || { $(PYTHON) -m venv .uv && .uv/bin/python -m pip install --quiet uv; }
 	# Compiled once: an import of torch and diffusers takes over twice as long where every process compiles them, as
 	# pods do, which may not write here, and whoever has PYTHONDONTWRITEBYTECODE set.
 	$(UV) sync --frozen --all-extras --compile-bytecode --python $(PYTHON)
-	@touch $@
-
-# Debian's package has both; it is unpacked here, not installed.
-.tools/prometheus:
-	@mkdir -p .tools/unpacked
-	cd .tools && apt-get -qq update && apt-get -qq download prometheus && dpkg-deb -x prometheus_*.deb unpacked
-	mv .tools/unpacked/usr/bin/promtool .tools/unpacked/usr/bin/prometheus .tools && rm -r .tools/unpacked .tools/*.deb
 	@touch $@
 
 .PHONY: help setup demo demo-others lint test test-slow test-demo test-metrics test-chart image kind e2e e2e-full e2e-down generate verify bench bench-gpu bench-metrics clean

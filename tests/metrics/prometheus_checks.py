@@ -12,34 +12,22 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "unit"), str(ROOT / "tests" / "metrics")]
+from tests.metrics.prometheus import OPTIONAL, ROOT, RULES, Prometheus, panel_queries
+from tests.tools.build import tool
+from wandistill.metrics import snapshot
+from wandistill.metrics.exporter.exporter import Exporter
+from wandistill.metrics.names import METRICS, Kind, Scope
+from wandistill.metrics.pod import Endpoint, PodState, serve
 
-from promtool_checks import RULES, tool  # noqa: E402
-from test_metrics_exporter import FakeApi, ended, pod  # noqa: E402
+sys.path.insert(0, str(ROOT / "tests" / "unit"))
 
-from wandistill.metrics import snapshot  # noqa: E402
-from wandistill.metrics.dashboards.__main__ import DASHBOARDS  # noqa: E402
-from wandistill.metrics.exporter.exporter import Exporter  # noqa: E402
-from wandistill.metrics.names import METRICS, Kind, Scope  # noqa: E402
-from wandistill.metrics.pod import Endpoint, PodState, serve  # noqa: E402
-
-# What asks for exporters that are not here, or for a kernel with cgroup version 2.
-OPTIONAL = {
-    "GPU utilisation",
-    "GPU memory used, by DCGM",
-    "Pods by node, from kube-state-metrics",
-    "Waiting for memory",
-}
+from test_metrics_exporter import FakeApi, ended, pod
 
 
 class Ranks:
@@ -79,63 +67,32 @@ class Ranks:
         return told
 
 
-class Prometheus:
+def start(folder: Path, targets: dict[str, int]) -> tuple[subprocess.Popen[bytes], Prometheus]:
     """A server of its own on a free port."""
-
-    def __init__(self, folder: Path, targets: dict[str, int]) -> None:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.port = found.getsockname()[1]
-        config = {
-            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-            "rule_files": [str(RULES)],
-            "scrape_configs": [
-                {
-                    "job_name": name,
-                    "honor_labels": True,
-                    "static_configs": [{"targets": [f"127.0.0.1:{port}"], "labels": {"namespace": "ns"}}],
-                }
-                for name, port in targets.items()
-            ],
-        }
-        (folder / "prometheus.yml").write_text(json.dumps(config))
-        self._process = subprocess.Popen(
-            [
-                tool("prometheus"),
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{self.port}",
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.STDOUT,
-        )
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(timeout=30)
-
-    def query(self, expr: str) -> list[dict[str, Any]]:
-        """The samples of an instant query; nothing while the server is not up."""
-        url = f"http://127.0.0.1:{self.port}/api/v1/query?" + urllib.parse.urlencode({"query": expr})
-        try:
-            with urllib.request.urlopen(url, timeout=20) as answer:
-                found = json.loads(answer.read())["data"]["result"]
-        except urllib.error.HTTPError as error:
-            raise AssertionError(f"{expr}: {error.read().decode()}") from error
-        except OSError:
-            return []
-        assert isinstance(found, list)
-        return found
-
-    def wait(self, expr: str, seconds: float = 90) -> list[dict[str, Any]]:
-        """The samples, once there are any."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            found = self.query(expr)
-            if found:
-                return found
-            time.sleep(0.5)
-        pytest.fail(f"no data within {seconds} s: {expr}")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(RULES)],
+        "scrape_configs": [
+            {
+                "job_name": name,
+                "honor_labels": True,
+                "static_configs": [{"targets": [f"127.0.0.1:{target}"], "labels": {"namespace": "ns"}}],
+            }
+            for name, target in targets.items()
+        ],
+    }
+    (folder / "prometheus.yml").write_text(json.dumps(config))
+    command = [
+        str(tool("prometheus")),
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    return process, Prometheus(f"http://127.0.0.1:{port}")
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +109,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     exporter_endpoint = Endpoint(exporter, 0)
     thread = threading.Thread(target=exporter.run)
     thread.start()
-    server = Prometheus(folder, {"pods": pod_endpoint.port, "exporter": exporter_endpoint.port})
+    process, server = start(folder, {"pods": pod_endpoint.port, "exporter": exporter_endpoint.port})
     try:
         server.wait('wandistill_oom_events_total{rank="1"} == 0')
         server.wait("wandistill_container_oom_killed_total == 0")
@@ -165,7 +122,8 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         yield server
     finally:
         exporter.stop()
-        server.close()
+        process.terminate()
+        process.wait(timeout=30)
         for endpoint in (pod_endpoint, exporter_endpoint):
             endpoint.close()
         ranks.close()
@@ -176,17 +134,9 @@ def test_both_are_scraped_without_an_error(prometheus):
     assert {sample["metric"]["job"] for sample in prometheus.wait("up == 1")} == {"pods", "exporter"}
 
 
-@pytest.mark.parametrize("name", DASHBOARDS)
-def test_every_query_of_every_panel_finds_data(prometheus, name):
-    empty = []
-    for panel in DASHBOARDS[name]()["panels"]:
-        for target in panel.get("targets", ()):
-            expr = target["expr"]
-            for variable in ("namespace", "run", "pool"):
-                expr = expr.replace(f"${variable}", ".*")
-            if not prometheus.query(expr) and panel["title"] not in OPTIONAL:
-                empty.append((panel["title"], expr))
-    assert empty == []
+def test_every_query_of_every_panel_finds_data(prometheus):
+    asked = ((title, expr) for title, expr in panel_queries() if title not in OPTIONAL)
+    assert [(title, expr) for title, expr in asked if not prometheus.query(expr)] == []
 
 
 def test_the_first_out_of_memory_of_a_fresh_run_raises_its_alert(prometheus):

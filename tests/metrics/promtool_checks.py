@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
-from pathlib import Path
 
-import pytest
-
-from wandistill.metrics.dashboards.__main__ import DASHBOARDS
+from tests.metrics.prometheus import ROOT, RULES, panel_queries
+from tests.tools.build import tool
 from wandistill.metrics.names import METRICS, Kind, Scope
 from wandistill.metrics.pod import PodState, serve
 from wandistill.metrics.snapshot import mine, write
 
-ROOT = Path(__file__).resolve().parents[2]
-RULES = ROOT / "helm" / "wandistill" / "rules" / "alerts.yaml"
-FETCHED = ROOT / ".tools"
-
-
-def tool(name: str) -> str:
-    """Where promtool or prometheus is."""
-    found = shutil.which(name) or (str(FETCHED / name) if (FETCHED / name).exists() else None)
-    if found is None:
-        pytest.fail(f"{name} is neither on PATH nor in .tools: run `make test-metrics`, which fetches it.")
-    return found
-
 
 def promtool(*arguments: object, text: str | None = None) -> str:
     """Runs promtool; anything but success fails the test with what it said."""
-    command = [tool("promtool"), *map(str, arguments)]
+    command = [str(tool("promtool")), *map(str, arguments)]
     result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout + result.stderr
@@ -44,12 +29,7 @@ def test_each_alert_is_raised_by_its_fault_and_by_no_other():
 
 
 def test_every_query_of_every_panel_is_promql(tmp_path):
-    queries = [
-        target["expr"]
-        for make in DASHBOARDS.values()
-        for panel in make()["panels"]
-        for target in panel.get("targets", ())
-    ]
+    queries = [query for _, query in panel_queries()]
     rules = [{"record": f"panel:query:n{index}", "expr": query} for index, query in enumerate(queries)]
     file = tmp_path / "queries.yaml"
     file.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))

@@ -48,7 +48,21 @@ PROGRAMS: dict[str, tuple[str, str, str]] = {
     "kueue": ("kueue", "sigs.k8s.io/kueue/cmd/kueue", ""),
     "registry": ("registry", "wandistill.test/registry", ""),
     "pause": ("pause", "wandistill.test/pause", ""),
+    "prometheus": ("prometheus", "github.com/prometheus/prometheus/cmd/prometheus", ""),
+    "promtool": ("prometheus", "github.com/prometheus/prometheus/cmd/promtool", ""),
+    "prometheus-operator": (
+        "prometheus-operator",
+        "github.com/prometheus-operator/prometheus-operator/cmd/operator",
+        "",
+    ),
+    "prometheus-config-reloader": (
+        "prometheus-operator",
+        "github.com/prometheus-operator/prometheus-operator/cmd/prometheus-config-reloader",
+        "",
+    ),
 }
+# By folder. Of the ways to find targets the one that is used; the others are the SDKs of a dozen clouds.
+TAGS = {"prometheus": "remove_all_sd,enable_kubernetes_sd"}
 HELM = "v3.22"
 
 
@@ -66,6 +80,7 @@ def bin_dir(folder: str) -> Path:
     for name in ("go.mod", "go.sum"):
         digest.update((MODULES / folder / name).read_bytes())
     digest.update(repr(sorted(row for row in PROGRAMS.items() if row[1][0] == folder)).encode())
+    digest.update(TAGS.get(folder, "").encode())
     return cache_dir() / "tools" / f"{folder}-{digest.hexdigest()[:12]}"
 
 
@@ -112,6 +127,7 @@ def build(name: str, *flags: str) -> Path:
             "build",
             *flags,
             "-trimpath",
+            f"-tags={TAGS.get(folder, '')}",
             "-ldflags",
             f"{LDFLAGS} {ldflags}".strip(),
             "-o",
@@ -159,6 +175,12 @@ def operator_manifests() -> Path:
 def kwok_stages() -> Path:
     """What kwok does with nodes and pods, a stage in each file, as its project ships it."""
     return module_files("kwok", "sigs.k8s.io/kwok", "kustomize/stage")
+
+
+def prometheus_crds() -> Path:
+    """The definitions of the Prometheus operator's objects, each in a file."""
+    module = "github.com/prometheus-operator/prometheus-operator"
+    return module_files("prometheus-operator", module, "example/prometheus-operator-crd")
 
 
 def kueue_manifests() -> Path:

@@ -200,10 +200,12 @@ def test_half_files_foreign_files_and_lying_snapshots_cost_their_own_samples_onl
         "wandistill_gradient_norm": [({}, "much")],
         "wandistill_step_seconds": [({"part": "step"}, {"counts": [1], "sum": 1})],
         "wandistill_pod_exit_code": "no list",
+        "wandistill_rank_snapshot_age_seconds": [({}, 7)],
     }
     assert snapshot.write(folder, good)
     found = samples(port)
     assert {labels["rank"] for labels, _ in found["wandistill_step"]} == {"0", "6"}
+    assert len(found["wandistill_rank_snapshot_age_seconds"]) == 2
     assert {labels["rank"] for labels, _ in found["wandistill_gradient_norm"]} == {"0"}
     assert {labels["phase"] for labels, _ in found.get("wandistill_rank_phase", [])} <= set(PHASES)
     assert {labels["rank"] for labels, _ in found["wandistill_step_seconds_count"]} == {"0"}

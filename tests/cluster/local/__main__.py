@@ -37,9 +37,9 @@ NEEDS = (
     "in a privileged container. Else set KUBECONFIG to a cluster of your own."
 )
 UNSHARE = ("unshare", "--fork", "--pid", "--mount", "--net", "--mount-proc")
-# The others of the tests' tools run beside a cluster, not in it.
-BESIDE = ("helm", "kubeconform", "kind", "kwok", "kueue", "registry")
-PROGRAMS = tuple(name for name in tools.PROGRAMS if name not in BESIDE)
+# The others of the tests' tools run beside a cluster, or are given to one by the tests that want them.
+MODULES = ("kubernetes", "operator", "etcd", "coredns", "pause")
+PROGRAMS = tuple(name for name, (folder, *_) in tools.PROGRAMS.items() if folder in MODULES)
 
 
 def up() -> None:

@@ -39,6 +39,7 @@ class Panel:
     most: float | None = None
     stacked: bool = False
     columns: dict[str, str] = field(default_factory=dict)  # of a table: label to heading; others are hidden
+    value: str = ""  # of a table: the heading of the value, which is hidden without one
 
     def to_json(self, number: int, x: int, y: int) -> Json:
         """As Grafana reads it."""
@@ -99,7 +100,7 @@ class Panel:
         return found
 
     def _table(self) -> list[Json]:
-        names = {**self.columns, "Value": "Value"} if len(self.queries) == 1 else self.columns
+        names = {**self.columns, **({"Value": self.value} if self.value else {})}
         order = {name: index for index, name in enumerate(names)}
         return [
             {"id": "merge", "options": {}},

@@ -98,6 +98,7 @@ def _failures() -> list[Panel]:
             ],
             "none",
             "Exit code of each run's last container.",
+            value="Exit code",
             columns={"namespace": "Namespace", "run": "Run", "pool": "Pool"},
         ),
     ]
@@ -136,6 +137,7 @@ def _use() -> list[Panel]:
             "none",
             "Which nodes the runs' pods are on.",
             width=24,
+            height=5,
             least=0,
         ),
     ]

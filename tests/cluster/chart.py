@@ -45,6 +45,10 @@ class Release:
         self._helm("install", preset, values)
         return self.job()
 
+    def install_without_job(self, preset: str, **values: Any) -> None:
+        """Installs a preset that trains nothing."""
+        self._helm("install", preset, values)
+
     def upgrade(self, preset: str | None = "cpu-demo", **values: Any) -> str:
         return self._helm("upgrade", preset, values)
 

@@ -11,10 +11,15 @@ import pytest
 
 from tests.cluster.clusters import Cluster, current
 from tests.cluster.demo import Demo
+from tests.cluster.faults import Killed, Replanned, Stopped
 from tests.cluster.kubectl import Kubectl, KubectlError
+from tests.cluster.monitoring import BY_OPERATOR, Monitoring
+from tests.cluster.prometheus import prometheus
 
 # Every scenario runs where the strictest Pod Security level is enforced.
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
+# Fixtures with a namespace that several tests share.
+SHARED = ("demo", "killed", "replanned", "stopped", "monitoring")
 FAILED = pytest.StashKey[set[str]]()
 
 
@@ -32,10 +37,59 @@ def namespace(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Kube
 
 
 @pytest.fixture(scope="session")
-def demo(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Demo]:
+def monitoring(
+    request: pytest.FixtureRequest, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Monitoring]:
+    """A Prometheus, and the chart's monitoring beside it: what is installed after it is scraped."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    with (
+        own_namespace(cluster, "monitoring", request.session) as kubectl,
+        prometheus(cluster, kubectl, folder) as server,
+    ):
+        yield Monitoring.install(cluster, kubectl, server)
+
+
+@pytest.fixture(scope="session")
+def demo(request: pytest.FixtureRequest, cluster: Cluster, monitoring: Monitoring) -> Iterator[Demo]:
     """The demo's preset, installed once for all tests that look at it, or go on from it."""
     with own_namespace(cluster, "demo", request.session) as kubectl:
-        yield Demo.install(cluster, kubectl)
+        yield Demo.install(cluster, kubectl, metrics=BY_OPERATOR)
+
+
+@pytest.fixture(scope="session")
+def killed(
+    request: pytest.FixtureRequest,
+    cluster: Cluster,
+    monitoring: Monitoring,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Killed]:
+    """A run that the kernel has killed for memory."""
+    with own_namespace(cluster, "killed", request.session) as kubectl:
+        yield Killed.run(cluster, kubectl, tmp_path_factory.mktemp("killed"), metrics=BY_OPERATOR)
+
+
+@pytest.fixture(scope="session")
+def replanned(
+    request: pytest.FixtureRequest,
+    cluster: Cluster,
+    monitoring: Monitoring,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Replanned]:
+    """A run that ended well after a kill for memory; by its annotations it is found at once, since it is short."""
+    with own_namespace(cluster, "replanned", request.session) as kubectl:
+        yield Replanned.run(cluster, kubectl, tmp_path_factory.mktemp("replanned"), metrics={"annotations": True})
+
+
+@pytest.fixture(scope="session")
+def stopped(
+    request: pytest.FixtureRequest,
+    cluster: Cluster,
+    monitoring: Monitoring,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Stopped]:
+    """A run whose rank has stopped in the middle of training; Prometheus finds it by its annotations."""
+    with own_namespace(cluster, "stopped", request.session) as kubectl:
+        yield Stopped.run(cluster, kubectl, tmp_path_factory.mktemp("stopped"), metrics={"annotations": True})
 
 
 @contextmanager
@@ -74,7 +128,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     report = yield
     if report.failed and call.when != "teardown":
         arguments = getattr(item, "funcargs", {})
-        for kubectl in (arguments.get("namespace"), getattr(arguments.get("demo"), "kubectl", None)):
+        shared = [getattr(arguments.get(name), "kubectl", None) for name in SHARED]
+        for kubectl in (arguments.get("namespace"), *shared):
             if kubectl is not None:
                 _note_failure(item.session, kubectl)
                 report.sections.append((f"namespace {kubectl.namespace}", kubectl.describe()))

@@ -23,11 +23,12 @@ class Demo:
     kubectl: Kubectl
     release: Release
     job: str
+    values: dict[str, Any]
 
     @classmethod
-    def install(cls, cluster: Cluster, kubectl: Kubectl) -> Demo:
-        release = Release(cluster, kubectl, "demo")
-        return cls(cluster, kubectl, release, release.install(training=SETTINGS))
+    def install(cls, cluster: Cluster, kubectl: Kubectl, **more: Any) -> Demo:
+        release, values = Release(cluster, kubectl, "demo"), {"training": SETTINGS, **more}
+        return cls(cluster, kubectl, release, release.install(**values), values)
 
     def wait(self) -> dict[str, dict[str, Any]]:
         """The job's conditions after its end."""

@@ -12,7 +12,7 @@ from typing import Any
 from tests.cluster.clusters import Cluster
 from tests.cluster.kubectl import Kubectl, KubectlError, wait_until
 from tests.cluster.local import layout
-from tests.cluster.local.images import load_kueue
+from tests.cluster.local.images import load
 from tests.tools.build import kueue_manifests
 
 NAME = "wandistill-e2e"
@@ -34,7 +34,7 @@ def kueue(cluster: Cluster, folder: Path) -> Iterator[None]:
     """
     kubectl = Kubectl(cluster.kubeconfig, namespace="")
     if cluster.local:
-        load_kueue(folder)
+        load(folder, layout.KUEUE_IMAGE, {"manager": "kueue"})
     (folder / "kustomization.yaml").write_text(json.dumps(kustomization(folder, cluster.local)))
     kubectl.run("apply", "--server-side", "-k", str(folder))
     try:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.cluster.chart import STEPS, HelmError, Release, training
 from tests.cluster.clusters import Cluster
-from tests.cluster.demo import SETTINGS, Demo
+from tests.cluster.demo import Demo
 from tests.cluster.kubectl import Kubectl, KubectlError, wait_until
 
 pytestmark = pytest.mark.cluster
@@ -28,7 +28,7 @@ def test_namespace_that_enforces_the_restricted_level_takes_all_pods_the_operato
 def test_upgrade_with_the_same_values_leaves_the_running_job_alone(demo: Demo):
     before = demo.kubectl.get("pytorchjob", demo.job)
 
-    demo.release.upgrade(training=SETTINGS)
+    demo.release.upgrade(**demo.values)
 
     assert demo.release.jobs() == [demo.job]
     after = demo.kubectl.get("pytorchjob", demo.job)

@@ -1,30 +1,23 @@
 """Memory that does not suffice: told before anything loads where the plan shows it, else seen, explained, replanned."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cluster.chart import Release, computed, training
 from tests.cluster.claims import Claim
 from tests.cluster.client import Client
 from tests.cluster.clusters import Cluster
+from tests.cluster.faults import FORCED, LARGE, Killed, Replanned, ended, install
 from tests.cluster.kubectl import Kubectl, wait_until
 from tests.cluster.local.pods import kill_whole
 
 pytestmark = pytest.mark.cluster
 
-# One rank whose activations are most of its memory. Too much for LIMIT in one batch, not in smaller ones.
-LARGE = {"resolution": "128x128", "batch_size": 128, "max_steps": 1, "warmup_steps": 0}
-LIMIT = "1200Mi"
-# The plan is not asked, and the launcher does not stop the ranks before the kernel does.
-FORCED = {"force": True, "host_memory_stop": 1.0}
-
 
 def test_what_does_not_fit_fails_at_once_with_the_planners_sentence(
     cluster: Cluster, namespace: Kubectl, tmp_path: Path
 ):
-    job = install(cluster, namespace, tmp_path, **LARGE)
+    job = install(cluster, namespace, tmp_path, LARGE)
 
     conditions = namespace.wait_for_end(job, seconds=240)
 
@@ -34,34 +27,23 @@ def test_what_does_not_fit_fails_at_once_with_the_planners_sentence(
     assert "the node's memory lacks" in reasons and "It would fit with --" in reasons
 
 
-def test_limit_that_is_too_small_is_seen_as_oom_killed_and_the_job_fails_with_the_reason(
-    cluster: Cluster, namespace: Kubectl, tmp_path: Path
-):
-    job = install(cluster, namespace, tmp_path, **LARGE, **FORCED, on_oom="stop")
-
-    conditions = namespace.wait_for_end(job, seconds=420)
-
-    assert "Failed" in conditions, conditions
-    assert ended(namespace, job)["reason"] == "OOMKilled"
-    reasons = " ".join(Client(namespace).status(job)["reasons"])
-    assert "OOMKilled" in reasons and "memory limit" in reasons
-    assert "helm upgrade demo helm/wandistill --reuse-values --set " in reasons
+def test_limit_that_is_too_small_is_seen_as_oom_killed_and_the_job_fails_with_the_reason(killed: Killed):
+    assert "Failed" in killed.conditions, killed.conditions
+    assert killed.terminated["reason"] == "OOMKilled"
+    assert "OOMKilled" in killed.reasons and "memory limit" in killed.reasons
+    assert "helm upgrade demo helm/wandistill --reuse-values --set " in killed.reasons
 
 
-def test_replanning_after_an_oom_kill_succeeds(cluster: Cluster, namespace: Kubectl, tmp_path: Path):
-    job = install(cluster, namespace, tmp_path, **LARGE, **FORCED, on_oom="replan")
-
-    conditions = namespace.wait_for_end(job, seconds=540)
-
-    assert "Succeeded" in conditions, conditions
-    record = Claim.open(cluster, namespace, "demo-output").json(f"{job}/run.json")
+def test_replanning_after_an_oom_kill_succeeds(cluster: Cluster, replanned: Replanned):
+    assert "Succeeded" in replanned.conditions, replanned.conditions
+    record = Claim.open(cluster, replanned.kubectl, "demo-output").json(f"{replanned.job}/run.json")
     assert record["replans"] and record["state"] == "finished"
 
 
 def test_replanning_succeeds_where_the_kernel_kills_launcher_and_ranks_together(
     cluster: Cluster, namespace: Kubectl, tmp_path: Path
 ):
-    job = install(cluster, namespace, tmp_path, **LARGE, **FORCED, on_oom="replan")
+    job = install(cluster, namespace, tmp_path, {**LARGE, **FORCED, "on_oom": "replan"})
     first = wait_until(lambda: master(namespace, job).get("uid"), 60, "the pod")
 
     def killed() -> bool:
@@ -80,23 +62,9 @@ def test_replanning_succeeds_where_the_kernel_kills_launcher_and_ranks_together(
     assert "killed whole" in output.json(f"{job}/run.json")["replans"][0]["why"]
 
 
-def install(cluster: Cluster, kubectl: Kubectl, folder: Path, **settings: Any) -> str:
-    """A job of one pod of one rank with little memory."""
-    sizes = {"memory": LIMIT}
-    pool = {"nodes": 1, "processesPerNode": 1, "resources": {"requests": sizes, "limits": sizes}}
-    values = computed(cluster, folder, training=training(**settings), pools={"main": pool})
-    return Release(cluster, kubectl, "demo").install(**values)
-
-
 def master(kubectl: Kubectl, job: str) -> dict[str, str]:
     """The uid of the Master's pod and the id of its container, as far as they are there."""
     for pod in kubectl.items("pods", "-l", f"training.kubeflow.org/job-name={job}"):
         container = next(iter(pod["status"].get("containerStatuses") or []), {}).get("containerID", "")
         return {"uid": pod["metadata"]["uid"], "container": container.rpartition("/")[2]}
     return {}
-
-
-def ended(kubectl: Kubectl, job: str) -> dict[str, Any]:
-    """How the Master's container ended."""
-    (status,) = kubectl.get("pod", f"{job}-master-0")["status"]["containerStatuses"]
-    return status["state"]["terminated"]

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.cluster.local import layout
@@ -50,11 +51,17 @@ def push_trainer(folder: Path) -> None:
     archive.unlink()
 
 
-def load_kueue(folder: Path) -> None:
-    """Writes Kueue's image and gives it to the nodes of the running cluster: few tests want it."""
+def load(folder: Path, image: str, programs: Mapping[str, str]) -> None:
+    """Writes an image of some programs and gives it to the nodes of the running cluster: few tests want it.
+
+    Args:
+        folder: where it lies until then.
+        programs: path in the image -> name among the tests' tools; the image runs the first one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    files = [_file("manager", tool("kueue").read_bytes(), 0o755), _folder("tmp", 0o1777)]
-    archive = _write(folder / "kueue.tar", layout.KUEUE_IMAGE, files, {"Entrypoint": ["/manager"], "User": USER})
+    files = [_file(path, tool(program).read_bytes(), 0o755) for path, program in programs.items()]
+    first = {"Entrypoint": [f"/{next(iter(programs))}"], "User": USER}
+    archive = _write(folder / "image.tar", image, [*files, _folder("tmp", 0o1777)], first)
     for node in layout.NODES:
         run(*layout.ctr(node), "images", "import", str(archive))
     archive.unlink()

@@ -37,6 +37,7 @@ PAUSE_IMAGE = "localhost/wandistill-pause:e2e"
 OPERATOR_IMAGE = "localhost/wandistill-training-operator:e2e"
 TRAIN_IMAGE = "localhost/wandistill:e2e"
 KUEUE_IMAGE = "localhost/wandistill-kueue:e2e"
+PROMETHEUS_IMAGE = "localhost/wandistill-prometheus:e2e"
 CONTROL_IMAGE = "localhost/wandistill-control:e2e"
 # No node has it: it is pulled from the registry.
 PUSHED_IMAGE = f"{REGISTRY}/wandistill:e2e"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -56,40 +57,26 @@ def demo(request: pytest.FixtureRequest, cluster: Cluster, monitoring: Monitorin
         yield Demo.install(cluster, kubectl, metrics=BY_OPERATOR)
 
 
-@pytest.fixture(scope="session")
-def killed(
-    request: pytest.FixtureRequest,
-    cluster: Cluster,
-    monitoring: Monitoring,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Killed]:
-    """A run that the kernel has killed for memory."""
-    with own_namespace(cluster, "killed", request.session) as kubectl:
-        yield Killed.run(cluster, kubectl, tmp_path_factory.mktemp("killed"), metrics=BY_OPERATOR)
+def shared_run(name: str, run: Callable[..., Any], metrics: dict[str, Any]) -> Any:
+    """A fixture: a run that something happens to, in a namespace of its own, found by Prometheus as `metrics` says."""
+
+    @pytest.fixture(scope="session", name=name)
+    def made(
+        request: pytest.FixtureRequest,
+        cluster: Cluster,
+        monitoring: Monitoring,
+        tmp_path_factory: pytest.TempPathFactory,
+    ) -> Iterator[Any]:
+        with own_namespace(cluster, name, request.session) as kubectl:
+            yield run(cluster, kubectl, tmp_path_factory.mktemp(name), metrics=metrics)
+
+    return made
 
 
-@pytest.fixture(scope="session")
-def replanned(
-    request: pytest.FixtureRequest,
-    cluster: Cluster,
-    monitoring: Monitoring,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Replanned]:
-    """A run that ended well after a kill for memory; by its annotations it is found at once, since it is short."""
-    with own_namespace(cluster, "replanned", request.session) as kubectl:
-        yield Replanned.run(cluster, kubectl, tmp_path_factory.mktemp("replanned"), metrics={"annotations": True})
-
-
-@pytest.fixture(scope="session")
-def stopped(
-    request: pytest.FixtureRequest,
-    cluster: Cluster,
-    monitoring: Monitoring,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Stopped]:
-    """A run whose rank has stopped in the middle of training; Prometheus finds it by its annotations."""
-    with own_namespace(cluster, "stopped", request.session) as kubectl:
-        yield Stopped.run(cluster, kubectl, tmp_path_factory.mktemp("stopped"), metrics={"annotations": True})
+killed = shared_run("killed", Killed.run, BY_OPERATOR)
+# By its annotations a run is found at once; a new monitor takes longer than this run.
+replanned = shared_run("replanned", Replanned.run, {"annotations": True})
+stopped = shared_run("stopped", Stopped.run, {"annotations": True})
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 UID = 65532
+# The chart's: a kubelet gives a volume to one group at a time, and pods of another on that node may not write to it.
+GROUP = 1000
 SECURITY = {
     "runAsNonRoot": True,
     "allowPrivilegeEscalation": False,
@@ -14,7 +16,7 @@ SECURITY = {
 POD_SECURITY = {
     "runAsUser": UID,
     "runAsGroup": UID,
-    "fsGroup": UID,
+    "fsGroup": GROUP,
     "fsGroupChangePolicy": "OnRootMismatch",
     "seccompProfile": {"type": "RuntimeDefault"},
 }

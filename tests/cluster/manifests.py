@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-UID = 65532
-# The chart's: a kubelet gives a volume to one group at a time, and pods of another on that node may not write to it.
-GROUP = 1000
+# The chart's user and group: a kubelet gives a volume to one group at a time, so that pods of another on that node may
+# not write to it, and only its owner may write into the folder that a run made.
+ID = 1000
 SECURITY = {
     "runAsNonRoot": True,
     "allowPrivilegeEscalation": False,
@@ -14,9 +14,9 @@ SECURITY = {
     "capabilities": {"drop": ["ALL"]},
 }
 POD_SECURITY = {
-    "runAsUser": UID,
-    "runAsGroup": UID,
-    "fsGroup": GROUP,
+    "runAsUser": ID,
+    "runAsGroup": ID,
+    "fsGroup": ID,
     "fsGroupChangePolicy": "OnRootMismatch",
     "seccompProfile": {"type": "RuntimeDefault"},
 }

@@ -78,8 +78,9 @@ verify: setup ## fail where `make generate` would change something
 	$(RUN) -m tests.readme_metrics --check
 	$(RUN) -m tests.generate_chart
 
-bench: setup ## the trainer's overhead over bare forward and backward, on the CPU
+bench: setup ## on the CPU: the trainer over bare forward and backward; placements over the resident teacher
 	$(RUN) -m tests.bench_overhead
+	$(RUN) -m tests.cpu.bench_engine
 
 bench-gpu: setup ## every placement against resident and the peers, 14B-shaped, on the GPUs that are here
 	$(RUN) -m tests.gpu.bench

@@ -78,6 +78,7 @@ TARGETS = [
     *_each("2", teacher=TINY, settings={"teacher_micro_batch": 3}),
     *_each("2", teacher=TINY, settings={"teacher_dtype": "bfloat16"}),
     *_each("2", COUPLED, teacher=TINY, settings={"teacher_dtype": "int8"}),
+    *_each("2", ("balanced", "sharded", "stream"), teacher=TINY, settings={"teacher_compile": True}),
 ]
 LOSSES = [
     *(Case("losses", world, placement, TINY) for world in ("1", "2", "4") for placement in PLACEMENTS),

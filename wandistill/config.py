@@ -199,6 +199,12 @@ class TrainConfig:
         0, "samples in one forward of the teacher; 0: a whole micro-batch", "teacher", identity=False
     )
 
+    teacher_compile: bool = _option(
+        False,
+        "compile the teacher's blocks (torch.compile): the first step takes longer, the others less",
+        "teacher",
+    )
+
     # --- output ---
     resume: str = _option(
         "auto",

@@ -22,7 +22,7 @@ from wandistill.errors import WandistillError
 from wandistill.models.student import build_student
 from wandistill.models.wan import WanFolder, open_teacher
 from wandistill.student_config import student_spec
-from wandistill.teacher import BUILDERS, DTYPES, Setting, pipeline, record_reader, sharded
+from wandistill.teacher import BUILDERS, DTYPES, Setting, compiled, pipeline, record_reader, sharded
 from wandistill.teacher.base import Teacher, TeacherOutput
 from wandistill.teacher.layout import Record
 from wandistill.teacher.peer_memory import PeerMemory
@@ -33,6 +33,8 @@ from wandistill.train.objectives import build_objective
 from wandistill.train.student import TrainedStudent
 
 STEPS = 10
+# Graphs are captured as for any backend; compiling them on a CPU would take a C++ compiler, and a minute a rank.
+compiled.BACKEND = "aot_eager"
 
 
 class Ranks:
@@ -67,9 +69,11 @@ class Ranks:
 
     def expected(self, case: Case, setting: Setting) -> list[TeacherOutput]:
         """What the resident teacher answers."""
-        key = f"{case.teacher} {setting.dtype} {setting.config.teacher_micro_batch}"
+        config = setting.config
+        key = f"{case.teacher} {setting.dtype} {config.teacher_micro_batch} {config.teacher_compile}"
         if key not in self._expected:
-            teacher = BUILDERS["gpu"](setting) if setting.dtype == torch.int8 else resident(setting)
+            own = setting.dtype == torch.int8 or config.teacher_compile
+            teacher = BUILDERS["gpu"](setting) if own else resident(setting)
             self._expected[key] = answers(teacher, steps(setting))
             teacher.close()
         return self._expected[key]

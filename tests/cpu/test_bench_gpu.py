@@ -13,29 +13,34 @@ from tests.gpu.bench import TEACHER, Bench
 from tests.gpu.bench_cases import CASES, NAMES
 from tests.gpu.bench_peers import PEERS
 from tests.gpu.measure_plan import random_teacher
-from wandistill.teacher import BUILDERS
+from wandistill.teacher import BUILDERS, compiled
 from wandistill.train.distributed import World
 
 
 def test_rows_hold_time_memory_bytes_and_whether_answers_are_the_resident_teacher_s(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     teacher, output = tmp_path / "teacher", tmp_path / "measured.yaml"
     random_teacher(teacher, TEACHER, tiny=True)
     table.write("plans", [{"other": 1}], output)
     args = Namespace(as_rank=teacher, output=output, tiny=True, timeline=False, commit="abc", case=None)
-    for case in (["stream", "diffusers-group-offload"], ["fsdp2"]):
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")  # inductor would take a C++ compiler
+    for case in (["stream", "diffusers-group-offload", "resident-compiled", "stream-compiled"], ["fsdp2"]):
         args.case = case
         Bench(args, World(0, 1, 0, 1, torch.device("cpu"))).run()
     assert table.read("plans", output) == [{"other": 1}]
     rows = {(row["case"], row["batch"]): row for row in table.read("bench", output)}
     assert sorted(rows) == [
-        (case, batch) for case in ("diffusers-group-offload", "resident", "stream") for batch in (1, 4, 8)
+        (case, batch)
+        for case in ("diffusers-group-offload", "resident", "resident-compiled", "stream", "stream-compiled")
+        for batch in (1, 4, 8)
     ]
     for row in rows.values():
         assert row["least_seconds"] <= row["seconds"] <= row["most_seconds"]
         assert row["tokens"] == 4 * row["batch"] and row["ratio_to_resident"] > 0
         assert row.get("bit_identical", True) and row["on"]["commit"] == "abc"
+        # Of all that were measured after it.
+        assert ("ratio_to_compiled" in row) is (row["case"] != "resident")
     # Blocks move in every step, what lies outside of them stays.
     assert 0.5 < rows["stream", 1]["moved_bytes"] / rows["stream", 1]["weight_bytes"] < 1
     assert "none of the cases is measured in such a world" in capsys.readouterr().out
@@ -43,5 +48,5 @@ def test_rows_hold_time_memory_bytes_and_whether_answers_are_the_resident_teache
 
 def test_every_placement_and_peer_has_a_case() -> None:
     assert set(PEERS) <= set(NAMES)
-    # custom is a pipeline as balanced is; gpu is resident, and gpu0 is measured in whole training steps.
-    assert {case.placement for case in CASES if case.placement} == set(BUILDERS) - {"custom", "gpu", "gpu0"}
+    # custom is a pipeline as balanced is, and gpu0 is measured in whole training steps.
+    assert {case.placement for case in CASES if case.placement} == set(BUILDERS) - {"custom", "gpu0"}

@@ -72,8 +72,9 @@ class Bench:
             "disk_rate": world.broadcast(probe.disk_rate),
             "cores": probe.cores,
         }
-        self._expected: dict[Shape, torch.Tensor] = {}
-        self._resident: dict[Shape, float] = {}
+        # Of the resident teacher, by whether it is compiled.
+        self._expected: dict[tuple[bool, Shape], torch.Tensor] = {}
+        self._resident: dict[tuple[bool, Shape], float] = {}
 
     def run(self) -> None:
         """All cases of this world."""
@@ -111,27 +112,32 @@ class Bench:
                 ask = ask_of(self._setting("gpu"), self._sized(shape))
                 measured = steady(forward, ask, world, warm_up=case.warm_up, repeats=case.repeats)
                 row = {**slowest(measured.seconds, world), **usage.row()}
-                if case.name != RESIDENT.name:
-                    row["bit_identical"] = self._same(measured.velocity, shape)
+                if case.placement == RESIDENT.placement:
+                    self._expected[case.compiled, shape] = measured.velocity
+                    self._resident[case.compiled, shape] = statistics.median(measured.seconds)
                 else:
-                    self._expected[shape] = measured.velocity
-                    self._resident[shape] = statistics.median(measured.seconds)
+                    row["bit_identical"] = self._same(measured.velocity, case, shape)
                 moved = measured.moved or int(case.moved.get(world.size, 0.0) * self._weights)
                 row |= self._ratios(case, shape, row["seconds"], moved)
                 if self._args.timeline and world.device.type == "cuda":
                     row["timeline"] = timeline(lambda a=ask: steady(forward, a, world, warm_up=1, repeats=1))
                 self._tell(case.name, shape, row)
 
-    def _same(self, velocity: torch.Tensor, shape: Shape) -> bool | None:
-        """Whether every rank's answer is the resident teacher's; None if that was not measured."""
-        if shape not in self._expected:
-            return None
-        return not self._world.any(not torch.equal(velocity, self._expected[shape]))
+    def _same(self, velocity: torch.Tensor, case: Case, shape: Shape) -> bool | None:
+        """Whether every rank's answer is the resident teacher's in the same mode; None if that was not measured."""
+        expected = self._expected.get((case.compiled, shape))
+        return None if expected is None else not self._world.any(not torch.equal(velocity, expected))
 
     def _ratios(self, case: Case, shape: Shape, seconds: float, moved: int) -> dict[str, Any]:
-        """How the seconds are to the resident teacher's on the slowest rank, and to what the link allows."""
-        resident = max(self._world.gather(self._resident.get(shape, 0.0)))
-        found: dict[str, Any] = {"ratio_to_resident": round(resident / seconds, 4) if resident else None}
+        """How the seconds are to the resident teacher's on the slowest rank, and to what the link allows.
+
+        The link is hidden by compute in the case's own mode.
+        """
+        plain, compiled = (max(self._world.gather(self._resident.get((mode, shape), 0.0))) for mode in (False, True))
+        resident = compiled if case.compiled and compiled else plain
+        found: dict[str, Any] = {"ratio_to_resident": round(plain / seconds, 4) if plain else None}
+        if compiled:
+            found["ratio_to_compiled"] = round(compiled / seconds, 4)
         link = self._links.get(case.link)
         found["moved_bytes"] = moved
         found["link_seconds"] = round(moved / link, 6) if link else None
@@ -153,9 +159,9 @@ class Bench:
     def _train(self, name: str) -> None:
         """A case of whole training steps."""
         setting = self._setting("gpu0", **TRAINER_CASES[name])
-        if WIDE not in self._resident:
+        if (False, WIDE) not in self._resident:
             return self._say(f"{name}: left out, since the resident teacher was not measured.")
-        teacher = max(self._world.gather(self._resident[WIDE]))
+        teacher = max(self._world.gather(self._resident[False, WIDE]))
         self._tell(name, WIDE, bench_trainer.measure(setting, self._sized(WIDE), teacher))
 
     def _setting(self, placement: str, **flags: Any) -> Setting:
@@ -208,7 +214,14 @@ class Bench:
         full = {**key, "tokens": tokens, **row, "weight_bytes": self._weights, "machine": self._machine, "on": self._on}
         kept = [one for one in table.read("bench", self._args.output) if any(one[part] != key[part] for part in key)]
         table.write("bench", [*kept, full], self._args.output)
-        told = ("ratio_to_resident", "ratio_to_floor", "ratio_to_expected", "bit_identical", "load_seconds")
+        told = (
+            "ratio_to_resident",
+            "ratio_to_compiled",
+            "ratio_to_floor",
+            "ratio_to_expected",
+            "bit_identical",
+            "load_seconds",
+        )
         figures = ", ".join(f"{part} {row[part]}" for part in told if row.get(part) is not None)
         self._say(f"{name}, {self._world.size} rank(s), {tokens} tokens: {row['seconds']:.4f} s, {figures}")
 

@@ -5,7 +5,6 @@ Each is used as its documentation says, on diffusers' own model and forward.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -86,20 +85,7 @@ def _sharded(setting: Setting, *, offload: bool) -> Iterator[Forward]:
     yield _forward(model, setting.dtype)
 
 
-@contextmanager
-def compiled(setting: Setting) -> Iterator[Forward]:
-    """The resident teacher, each block compiled for the shapes that it meets."""
-    torch._dynamo.reset()
-    model = _load(setting, setting.world.device)
-    for block in model.blocks:
-        block.compile(fullgraph=True, dynamic=False)
-    yield _forward(model, setting.dtype)
-    torch._dynamo.reset()
-    gc.collect()
-
-
 PEERS: dict[str, Callable[[Setting], object]] = {
-    "resident-compiled": compiled,
     "diffusers-group-offload": group_offload,
     "accelerate-cpu-offload": accelerate_offload,
     "fsdp2": fsdp,

@@ -116,6 +116,14 @@ def test_resident_blocks_spare_their_share_of_the_link() -> None:
     )
 
 
+def test_compiled_blocks_spare_time_on_a_gpu_where_compute_is_what_a_step_waits_for() -> None:
+    plain, compiled = (plan(ask("h100-80gb", 1, 8, teacher_compile=flag)) for flag in (False, True))
+    assert teacher_seconds(compiled, Placement.GPU) == pytest.approx(teacher_seconds(plain, Placement.GPU) / 1.25)
+    plain, compiled = (plan(ask("h100-80gb", 1, guided=False, teacher_compile=flag)) for flag in (False, True))
+    link = teacher_seconds(plain, Placement.STREAM)
+    assert 0.95 * link < teacher_seconds(compiled, Placement.STREAM) <= link
+
+
 def test_micro_batches_share_one_pass_over_the_link() -> None:
     once, four = (plan(ask("h100-80gb", 1, guided=False, gradient_accumulation_steps=steps)) for steps in (1, 4))
     assert teacher_seconds(four, Placement.STREAM) < 1.1 * teacher_seconds(once, Placement.STREAM)

@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flag("teacher_dtype", choices=TEACHER_DTYPES, default="", help="default: bfloat16; float32 without a GPU")
     flag("teacher_micro_batch", type=int, default=0, help=_help("teacher_micro_batch"))
+    flag("teacher_compile", action="store_true", help=_help("teacher_compile"))
     flag("guidance_scale", type=float, default=_DEFAULTS.guidance_scale, help=_help("guidance_scale"))
     flag("optimizer", choices=OPTIMIZERS, default=_DEFAULTS.optimizer, help=_help("optimizer"))
     flag(
@@ -153,6 +154,7 @@ def request_of(args: argparse.Namespace) -> PlanRequest:
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         teacher_dtype=args.teacher_dtype or ("bfloat16" if machines.gpu else "float32"),
         teacher_micro_batch=args.teacher_micro_batch,
+        teacher_compile=args.teacher_compile,
         guided=args.guidance_scale != 1,
         optimizer=args.optimizer,
         mixed_precision=args.mixed_precision,

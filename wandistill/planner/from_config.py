@@ -39,6 +39,7 @@ def request_of_config(
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         teacher_dtype=config.teacher_dtype,
         teacher_micro_batch=config.teacher_micro_batch,
+        teacher_compile=config.teacher_compile,
         guided=config.guidance_scale != 1 or config.guidance_low != 1,
         optimizer=config.optimizer,
         mixed_precision=config.mixed_precision,

@@ -62,6 +62,7 @@ class PlanRequest:
     gradient_accumulation_steps: int = 1
     teacher_dtype: str = "bfloat16"
     teacher_micro_batch: int = 0
+    teacher_compile: bool = False
     guided: bool = True  # classifier-free guidance: both halves pass the teacher
     optimizer: str = "adamw"
     mixed_precision: str = "no"

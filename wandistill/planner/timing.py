@@ -8,7 +8,7 @@ from wandistill.device_map import DeviceMap
 from wandistill.planner.activations import Pass
 from wandistill.planner.caches import rollouts_at_once
 from wandistill.planner.placements import SPECS, Placement
-from wandistill.planner.rates import Rates, catalogue_rates
+from wandistill.planner.rates import COMPILED_GAIN, Rates, catalogue_rates
 from wandistill.planner.records import TeacherBytes
 from wandistill.planner.request import PlanRequest
 from wandistill.planner.student_memory import student_bytes
@@ -72,8 +72,7 @@ def step_time(
     steps = request.gradient_accumulation_steps
     teacher, formula = 0.0, "teacher: its targets are cached"
     if request.targets == "online":
-        one = rates.teacher * forward_seconds(teacher_pass(request, placement, request.teacher_piece), rates)
-        asked = steps * one * request.teacher_rows / request.teacher_piece
+        asked = steps * _asked(request, placement, rates)
         teacher, formula = _teacher(request, placement, places, rates, asked, serves_only)
     student = _student(request, rates)
     own = student_bytes(
@@ -97,6 +96,13 @@ def step_time(
         f"gradients between ranks, not hidden: {format_seconds(communication)}",
     )
     return StepTime(teacher, student, optimizer, communication, step, samples / step, formulas)
+
+
+def _asked(request: PlanRequest, placement: Placement, rates: Rates) -> float:
+    """Seconds of compute on one device for what one rank asks in a micro-batch."""
+    one = rates.teacher * forward_seconds(teacher_pass(request, placement, request.teacher_piece), rates)
+    gain = COMPILED_GAIN if request.teacher_compile and request.on_gpu else 1.0
+    return one * request.teacher_rows / request.teacher_piece / gain
 
 
 def forward_seconds(run: Pass, rates: Rates) -> float:
@@ -260,8 +266,7 @@ def prepare_cost(
     width = 2 if request.on_gpu and request.teacher_dtype != "float32" else 4
     batch = rollouts_at_once(request)
     asking = request.change(batch_size=batch, gradient_accumulation_steps=1)
-    one = rates.teacher * forward_seconds(teacher_pass(asking, placement, asking.teacher_piece), rates)
-    seconds, _ = _teacher(asking, placement, places, rates, one * asking.teacher_rows / asking.teacher_piece, False)
+    seconds, _ = _teacher(asking, placement, places, rates, _asked(asking, placement, rates), False)
     latents = request.student_pass(1).sizes.latents
     return PrepareCost(
         prompts=prompts,

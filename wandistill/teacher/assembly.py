@@ -78,15 +78,24 @@ class Assembly:
         closing: Iterable[Callable[[], None]] = (),
     ) -> BlockEngine:
         """The teacher; closing it closes the feeds, then `closing` in order."""
+        config = self.setting.config
         empty = with_one_block(self.setting.folder.transformer_config)
         empty_block = empty.blocks[0]
         empty.blocks = nn.ModuleList()
         return BlockEngine(
             OuterPart(empty, self.layout, outer, self.stream, self.device),
-            Blocks(empty_block, self.layout, blocks, resident or {}, self.stream, self.device),
+            Blocks(
+                empty_block,
+                self.layout,
+                blocks,
+                resident or {},
+                self.stream,
+                self.device,
+                compiled=config.teacher_compile,
+            ),
             self.device,
             expand_timesteps=self.setting.folder.expand_timesteps,
-            micro_batch=self.setting.config.teacher_micro_batch,
+            micro_batch=config.teacher_micro_batch,
             closing=tuple(closing),
         )
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from wandistill.models.forward import BlockState, embed, run_block, unembed
 from wandistill.teacher.base import Expert, Prompt, Request, TeacherOutput
+from wandistill.teacher.compiled import compile_block
 from wandistill.teacher.copy_stream import CopyStream
 from wandistill.teacher.feeds import Feed
 from wandistill.teacher.layout import OUTER, Record, RecordLayout, TeacherLayout
@@ -28,12 +29,16 @@ class Modules:
 
     On a GPU there is one for each address, so that compiled code finds its parameters where they were. On a CPU, where
     a record lies anywhere in the host copy, one module goes from record to record.
+
+    Args:
+        compiled: whether they run compiled.
     """
 
-    def __init__(self, empty: nn.Module, layout: RecordLayout, device: torch.device) -> None:
+    def __init__(self, empty: nn.Module, layout: RecordLayout, device: torch.device, *, compiled: bool = False) -> None:
         self._empty = empty
         self._layout = layout
         self._device = device
+        self._compiled = compiled
         self._made: dict[int, nn.Module] = {}
 
     def at(self, record: Tensor) -> nn.Module:
@@ -50,6 +55,8 @@ class Modules:
                 module.load_state_dict(views, assign=True)
                 # For the buffers, which are no part of the record.
                 module.requires_grad_(False).eval().to(self._device)
+                if self._compiled:
+                    compile_block(module)
             self._made[address] = module
         return self._made[address]
 
@@ -66,6 +73,7 @@ class Blocks:
         feed: where the blocks come from that are not in `resident`.
         resident: the records that stay on the device.
         stream: of the feed's copies.
+        compiled: whether they run compiled.
     """
 
     def __init__(
@@ -76,12 +84,14 @@ class Blocks:
         resident: Mapping[Record, Tensor],
         stream: CopyStream,
         device: torch.device,
+        *,
+        compiled: bool,
     ) -> None:
         self._layout = layout
         self._feed = feed
         self._resident = resident
         self._stream = stream
-        self._modules = Modules(empty, layout.wide or layout.block, device)
+        self._modules = Modules(empty, layout.wide or layout.block, device, compiled=compiled)
         self._wide: Tensor | None = None
         if layout.wide is not None:
             self._wide = torch.empty(layout.wide.size, dtype=torch.uint8, device=device)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from wandistill.teacher.assembly import Assembly
 from wandistill.teacher.base import Teacher
+from wandistill.teacher.compiled import compile_block
 from wandistill.teacher.feeds import Mapped, ReadAhead
 from wandistill.teacher.host_memory import HostBuffers
 from wandistill.teacher.layout import OUTER, Precision
@@ -22,6 +23,10 @@ def build(setting: Setting) -> Teacher:
     if precision.stored != precision.compute:
         return _stored(setting)
     models = {expert: folder.load_transformer(expert, setting.dtype, device) for expert in folder.experts}
+    if setting.config.teacher_compile:
+        for model in models.values():
+            for block in model.blocks:
+                compile_block(block)
     return ResidentTeacher(
         models, device, expand_timesteps=folder.expand_timesteps, micro_batch=setting.config.teacher_micro_batch
     )

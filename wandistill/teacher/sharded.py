@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from wandistill.models.weights import with_one_block
 from wandistill.teacher.base import Expert, Prompt, Request, Teacher, TeacherOutput
+from wandistill.teacher.compiled import compile_block
 from wandistill.teacher.copy_stream import CopyStream, Mark
 from wandistill.teacher.engine import BlockEngine, Blocks, OuterPart
 from wandistill.teacher.layout import OUTER, Precision, Record, RecordLayout, TeacherLayout
@@ -143,9 +144,11 @@ class ShardedBlocks(Blocks):
         feed: ShardSlots,
         stream: CopyStream,
         device: torch.device,
+        *,
+        compiled: bool,
     ) -> None:
-        super().__init__(empty, shard.shares.layout, feed, {}, stream, device)
-        self._empty, self._device = empty, device
+        super().__init__(empty, shard.shares.layout, feed, {}, stream, device, compiled=compiled)
+        self._empty, self._device, self._compiled = empty, device, compiled
         self._shard, self._foreign = shard, foreign
         self._made: dict[tuple[Record, int], nn.Module] = {}  # by record and slot, so parameters never move
 
@@ -174,6 +177,8 @@ class ShardedBlocks(Blocks):
             module = copy.deepcopy(self._empty)
             module.load_state_dict(self._tensors(record, slot), assign=True)
             self._made[key] = module.requires_grad_(False).eval().to(self._device)
+            if self._compiled:
+                compile_block(module)
         return self._made[key]
 
     def _tensors(self, record: Record, slot: Tensor) -> dict[str, Tensor]:
@@ -235,7 +240,7 @@ def build(setting: Setting) -> Teacher:
     blocks = ShardSlots(shard, others, largest, _SLOTS, device)
     engine = BlockEngine(
         OuterPart(empty, replace(layout, outer=whole), outer, stream, device),
-        ShardedBlocks(empty_block, shard, foreign, blocks, stream, device),
+        ShardedBlocks(empty_block, shard, foreign, blocks, stream, device, compiled=setting.config.teacher_compile),
         device,
         expand_timesteps=folder.expand_timesteps,
         micro_batch=setting.config.teacher_micro_batch,

@@ -123,6 +123,7 @@ class _Loading:
         self._folder: WanFolder = setting.folder
         self._device = setting.world.device
         self._ranks = setting.world.local_size
+        self._compiled = setting.config.teacher_compile
         self._stream = CopyStream(self._device)
         config = self._folder.transformer_config
         self._layout = TeacherLayout.of(self._folder.experts, config, Precision.of(setting.dtype, self._device))
@@ -170,7 +171,7 @@ class _Loading:
         own = replace(self._layout, blocks=len(indices))
         records = [Record(expert, number) for expert in self._layout.experts for number in range(len(indices))]
         feed = self._feed(self._layout, records, store, first=indices.start)
-        return Blocks(self._block, own, feed, {}, self._stream, self._device)
+        return Blocks(self._block, own, feed, {}, self._stream, self._device, compiled=self._compiled)
 
     def _feed(self, layout: TeacherLayout, records: Sequence[Record], store: str, first: int = 0) -> Feed:
         """Where `records` come from; their blocks are counted from `first`."""

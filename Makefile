@@ -67,15 +67,17 @@ e2e-down: setup ## end the cluster that `make e2e` or `make kind` started, and r
 	$(RUN) -m tests.cluster.clusters down
 
 ##@ Work on the code
-generate: setup ## renew what is made from the code: README's tree and metrics, dashboards, the chart's tables, k8s/
+generate: setup ## renew what is made from the code: README's tree and tables, dashboards, the chart's tables, k8s/
 	$(RUN) -m wandistill.metrics.dashboards helm/wandistill/dashboards
 	$(RUN) -m tests.readme_metrics --write
+	$(RUN) -m tests.readme_bench --write
 	$(RUN) -m tests.readme_tree --write
 	$(RUN) -m tests.generate_chart --write
 
 verify: setup ## fail where `make generate` would change something
 	$(RUN) -m tests.readme_tree --check
 	$(RUN) -m tests.readme_metrics --check
+	$(RUN) -m tests.readme_bench --check
 	$(RUN) -m tests.generate_chart
 
 bench: setup ## on the CPU: the trainer over bare forward and backward; placements over the resident teacher

@@ -65,12 +65,14 @@ CASES = (
         for case in (RESIDENT, STREAM, SHARDED)
     ),
     STREAM,
-    Case("offload", "offload", ranks=(1,), link="host", host=_both(1.0)),
-    Case("disk", "disk", ranks=(1,), shapes=_ONE_SMALL, warm_up=1, repeats=2),
-    Case("cpu", "cpu", ranks=(1,), shapes=_ONE_SMALL, warm_up=1, repeats=1, host=_both(1.0)),
+    Case("offload", "offload", link="host", host=_both(1.0)),
+    Case("disk", "disk", shapes=_ONE_SMALL, warm_up=1, repeats=2),
+    Case("cpu", "cpu", shapes=_ONE_SMALL, warm_up=1, repeats=1, host=_both(1.0)),
     SHARDED,
     Case("balanced", "balanced", ranks=(2,), gpu=0.6, repeats=20),
     Case("sequential", "sequential", ranks=(2,), shapes=_ONE_SMALL, gpu=1.0),
+    # Its forwards alone; whole training steps are below.
+    Case("gpu0", "gpu0", ranks=(2,), gpu=1.0, settings={"teacher_rank_trains": "yes"}),
     Case(
         "accelerate-cpu-offload", ranks=(1,), shapes=_ONE_SMALL, link="host", warm_up=1, repeats=1, host=_both(1.1),
         moved=_both(1.0),

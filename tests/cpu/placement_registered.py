@@ -10,6 +10,7 @@ from torch import Tensor
 from wandistill.models.forward import forward
 from wandistill.teacher import Setting
 from wandistill.teacher.base import Expert, Prompt, Request, TeacherOutput
+from wandistill.teacher.layout import Precision
 
 
 class EagerTeacher:
@@ -18,10 +19,10 @@ class EagerTeacher:
     def __init__(self, setting: Setting) -> None:
         self._step = setting.config.teacher_micro_batch
         self._timed = setting.folder.expand_timesteps
-        self._models = {
-            expert: setting.folder.load_transformer(expert, setting.dtype, setting.world.device).float()
-            for expert in setting.folder.experts
-        }
+        device = setting.world.device
+        self._models = {e: setting.folder.load_transformer(e, setting.dtype, device) for e in setting.folder.experts}
+        if Precision.of(setting.dtype, device).compute == torch.float32:
+            self._models = {expert: model.float() for expert, model in self._models.items()}
 
     def request(
         self, x: Tensor, t: Tensor, prompt: Prompt, expert: Expert, guidance: float, features: Sequence[int] = ()

@@ -72,7 +72,8 @@ def neighbour(left: int) -> Iterator[Neighbour]:
 
 
 def launch(settings: dict[str, Any], log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "wandistill", "launch", f"--nproc={RANKS}", "--", *flags(settings, "--deterministic")]
+    command = [sys.executable, "-m", "wandistill", "launch", f"--nproc={RANKS}", "--"]
+    command += flags(settings, "--deterministic")
     with log.open("w") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
 

@@ -46,21 +46,26 @@ def build_optimizer(
 @cache
 def _on_shards(kind: Any) -> Any:
     """torchao's optimizer `kind` with a step in which each rank computes on its own part of a sharded parameter:
-    DTensor's dispatch cannot pass 8-bit moments. The states stay DTensors, so that checkpoints know their places."""
+    DTensor's dispatch cannot pass 8-bit moments. The states stay DTensors, so that checkpoints know their places.
+
+    Parameters go in as rows of one length: a graph for each shape of a Wan, of which there are some 20, takes a minute
+    to compile; rows of any number share one."""
     from torchao.optim.adam import single_param_adam
     from torchao.optim.subclass_8bit import OptimState8bit
 
-    def own(tensor: Tensor) -> Tensor:
+    def rows(tensor: Tensor, like: Tensor) -> Tensor:
+        """The values in rows of a block, if moment `like` is kept in 8-bit blocks, else in one row."""
         local = _local(tensor)
         if isinstance(local, OptimState8bit):  # a view, as a DTensor holds it, cannot be traced
-            return OptimState8bit(local.codes, local.scale, local.qmap, local.signed, local.dtype)
-        return local
+            return OptimState8bit(rows(local.codes, like), local.scale, local.qmap, local.signed, local.dtype)
+        moment = _local(like)
+        return local.view(-1, moment.block_size) if isinstance(moment, OptimState8bit) else local.view(-1)
 
     class OnShards(kind):
         @torch.no_grad()
         def step(self, closure: None = None) -> None:
-            fused = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
-            # A graph for each shape of parameter, of which a Wan has more than dynamo's limit, 8; never more than that.
+            fused = torch.compile(single_param_adam, fullgraph=True, dynamic=True)
+            # A few more graphs, where a number of rows is equal to another size; dynamo's limit, 8, is an error here.
             with torch._dynamo.utils.disable_cache_limit():
                 for group in self.param_groups:
                     for p in group["params"]:
@@ -74,12 +79,13 @@ def _on_shards(kind: Any) -> Any:
                         state["step"] += 1
                         # On a CPU compiling would take a C++ compiler.
                         update = fused if p.device.type == "cuda" else single_param_adam
+                        moment = state["exp_avg"]
                         update(
-                            _local(p.detach()),
-                            _local(p.grad),
+                            rows(p.detach(), moment),
+                            rows(p.grad, moment),
                             state["step"],
-                            own(state["exp_avg"]),
-                            own(state["exp_avg_sq"]),
+                            rows(moment, moment),
+                            rows(state["exp_avg_sq"], moment),
                             None,
                             group["lr"],
                             *group["betas"],

@@ -1,0 +1,40 @@
+"""Optimizers of half-precision weights against torchao's own step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torchao.optim import AdamW8bit
+from torchao.optim.adam import _AdamW
+
+from wandistill.train.optimizer import BETAS, build_optimizer
+
+# With 8-bit moments, too small for them, and not a whole number of blocks.
+SHAPES = [(64, 128), (32, 16, 1, 2, 2), (4096,), (300, 20), (100,), (1, 6, 64)]
+
+
+@pytest.mark.parametrize(("name", "theirs"), [("adamw_bf16", _AdamW), ("adamw8bit", AdamW8bit)])
+def test_parameters_in_rows_take_torchao_s_steps_to_the_bit(
+    name: str, theirs: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # would take a C++ compiler
+    torch.manual_seed(0)
+    starts = [torch.randn(shape).bfloat16() for shape in SHAPES]
+    steps = [[torch.randn(shape).bfloat16() for shape in SHAPES] for _ in range(3)]
+    found = []
+    for build in (
+        lambda parameters: build_optimizer(name, parameters, 1e-2, 0.1),
+        lambda parameters: theirs(parameters, lr=1e-2, betas=BETAS, weight_decay=0.1, bf16_stochastic_round=True),
+    ):
+        parameters = [nn.Parameter(start.clone()) for start in starts]
+        optimizer = build(parameters)
+        torch.manual_seed(1)
+        for gradients in steps:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+        found.append(parameters)
+    ours, own = found
+    assert all(torch.equal(one, other) for one, other in zip(ours, own, strict=True))
+    assert not any(torch.equal(one, start) for one, start in zip(ours, starts, strict=True))

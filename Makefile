@@ -7,6 +7,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 DEMO ?= outputs/demo
+# Of the tests on every cluster. Built before pytest, whose time limits are for the tests alone: it takes minutes.
+E2E_TOOLS := kubectl helm prometheus prometheus-operator prometheus-config-reloader
 export UV_PYTHON_DOWNLOADS := never
 
 ##@ Start here
@@ -43,9 +45,11 @@ test-demo: setup ## the tests that read the outputs of `make demo demo-others`
 	$(RUN) -m pytest -m demo
 
 test-chart: setup ## the chart: lint, every preset, refusals, tables against the planner (helm from PATH, or built with Go)
+	$(RUN) -m tests.tools.build helm kubeconform kind
 	$(RUN) -m pytest tests/chart
 
 test-metrics: setup ## promtool on rules and alerts, a real Prometheus on every panel (both built with Go)
+	$(RUN) -m tests.tools.build promtool prometheus
 	$(RUN) -m pytest tests/metrics/promtool_checks.py tests/metrics/prometheus_checks.py
 
 ##@ Kubernetes
@@ -56,10 +60,12 @@ kind: setup ## start a cluster of kind with the images and the training operator
 	$(RUN) -m tests.cluster.kind up
 
 e2e: setup ## the cluster tests, on the cluster of KUBECONFIG, or on a cluster that is started here
+	$(RUN) -m tests.tools.build $(E2E_TOOLS)
 	$(RUN) -m tests.cluster.clusters up
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -p no:xdist -m "cluster and not full" tests/cluster
 
 e2e-full: setup ## the same with the scenarios that take long or change seldom
+	$(RUN) -m tests.tools.build $(E2E_TOOLS) kwok kueue registry
 	$(RUN) -m tests.cluster.clusters up
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -p no:xdist -m cluster tests/cluster
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -26,9 +26,9 @@ _CYCLES, _SECONDS = 10_000_000, 0.002
 
 @contextmanager
 def delayed(device: torch.device, seed: int) -> Iterator[None]:
-    """Copies to `device` and blocks begin late on the device, and reads from disk on the host."""
+    """Copies to `device`, gathers and blocks begin late on the device, and reads from disk on the host."""
     source = random.Random(seed)
-    copy, read, run_block = CopyStream.copy, RecordReader.read, engine.run_block
+    run, read, run_block = CopyStream.run, RecordReader.read, engine.run_block
 
     def on_device() -> None:
         if source.random() < 0.5:
@@ -37,13 +37,12 @@ def delayed(device: torch.device, seed: int) -> Iterator[None]:
             else:
                 time.sleep(source.uniform(0, _SECONDS))
 
-    def late_copy(self: CopyStream, target: Tensor, origin: Tensor, after: Any) -> Any:
-        if self._stream is None:
+    def late_run(self: CopyStream, work: Callable[[], object], after: Any) -> Any:
+        def late() -> None:
             on_device()
-        else:
-            with torch.cuda.stream(self._stream):
-                on_device()
-        return copy(self, target, origin, after)
+            work()
+
+        return run(self, late, after)
 
     def late_read(self: RecordReader, *arguments: Any) -> None:
         time.sleep(source.uniform(0, _SECONDS))
@@ -54,7 +53,7 @@ def delayed(device: torch.device, seed: int) -> Iterator[None]:
         return run_block(*arguments)
 
     with (
-        patch.object(CopyStream, "copy", late_copy),
+        patch.object(CopyStream, "run", late_run),
         patch.object(RecordReader, "read", late_read),
         patch.object(engine, "run_block", late_block),
     ):
@@ -73,10 +72,10 @@ def equal_steps(folder: WanFolder, ours: Teacher, reference: Teacher, steps: int
 @contextmanager
 def no_order() -> Iterator[None]:
     """The fault that delays must bring to light: slots and buffers are filled anew while they are still in use."""
-    copy, take, give = CopyStream.copy, ReadAhead.take, ReadAhead.give
+    run, take, give = CopyStream.run, ReadAhead.take, ReadAhead.give
 
-    def at_once(self: CopyStream, target: Tensor, origin: Tensor, after: Any) -> Any:
-        return copy(self, target, origin, None)
+    def at_once(self: CopyStream, work: Callable[[], object], after: Any) -> Any:
+        return run(self, work, None)
 
     def given_back(self: ReadAhead, wait: bool = True) -> Tensor | None:
         taken = take(self, wait)
@@ -88,7 +87,7 @@ def no_order() -> Iterator[None]:
         """It was given back already."""
 
     with (
-        patch.object(CopyStream, "copy", at_once),
+        patch.object(CopyStream, "run", at_once),
         patch.object(ReadAhead, "take", given_back),
         patch.object(ReadAhead, "give", too_late),
     ):

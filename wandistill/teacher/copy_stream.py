@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -45,13 +46,17 @@ class CopyStream:
         Both tensors must outlive that point: torch's allocator does not know of it.
         """
         Copied.size += source.nbytes
+        return self.run(lambda: target.copy_(source, non_blocking=True), after)
+
+    def run(self, work: Callable[[], object], after: Mark | None) -> Mark | None:
+        """Does `work`, which enqueues on the current stream, once `after` has passed; returns the point after it."""
         if self._stream is None:
-            target.copy_(source)
+            work()
             return None
         with torch.cuda.stream(self._stream):
             if isinstance(after, torch.cuda.Event):
                 self._stream.wait_event(after)
-            target.copy_(source, non_blocking=True)
+            work()
             return self._stream.record_event()
 
     def wait(self, mark: Mark | None) -> None:

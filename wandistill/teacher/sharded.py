@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from wandistill.models.weights import with_one_block
-from wandistill.teacher.base import Expert, Prompt, Request, Teacher, TeacherOutput
+from wandistill.teacher.base import Expert, Teacher
 from wandistill.teacher.compiled import compile_block
 from wandistill.teacher.copy_stream import CopyStream, Mark
 from wandistill.teacher.engine import BlockEngine, Blocks, OuterPart
 from wandistill.teacher.layout import OUTER, Precision, Record, RecordLayout, TeacherLayout
-from wandistill.teacher.notice import Notice, check_agreement
+from wandistill.teacher.lockstep import LockstepTeacher
 from wandistill.teacher.parts import PartialLayout, open_reader, read_into
 from wandistill.teacher.peer_memory import PeerMemory, peer_memory
 from wandistill.teacher.shares import Shares, joined
@@ -184,30 +184,6 @@ class ShardedBlocks(Blocks):
     def _tensors(self, record: Record, slot: Tensor) -> dict[str, Tensor]:
         own = self._shard.shares.parts[record.block][self._shard.here].views(self._shard.own(record))
         return own | self._foreign[record.block].views(slot)
-
-
-class LockstepTeacher:
-    """A teacher whose ranks send each other its parts in step: they must ask the same expert, so this is checked."""
-
-    def __init__(self, teacher: Teacher, transport: Transport, blocks: int) -> None:
-        self._teacher, self._transport, self._blocks = teacher, transport, blocks
-
-    def request(
-        self, x: Tensor, t: Tensor, prompt: Prompt, expert: Expert, guidance: float, features: Sequence[int] = ()
-    ) -> object:
-        """Waits for the other ranks' requests, then makes this one."""
-        notice = Notice.of(Request(x, t, prompt, expert, guidance, tuple(features)))
-        notices = self._transport.announce(notice.encode(self._blocks)).wait()
-        check_agreement([Notice.decode(numbers) for numbers in notices], self._transport.members)
-        return self._teacher.request(x, t, prompt, expert, guidance, features)
-
-    def result(self, ticket: object) -> TeacherOutput:
-        """The answer."""
-        return self._teacher.result(ticket)
-
-    def close(self) -> None:
-        """Frees the weights."""
-        self._teacher.close()
 
 
 def build(setting: Setting) -> Teacher:

@@ -54,11 +54,19 @@ class Case:
 LAYOUTS = ("t2v-1.3b", "t2v-14b", "t2v-a14b", "ti2v-5b")
 PLACEMENTS = tuple(name for name in TOLERANCE if name != "gpu")
 # Settings that a placement comes in, beside its plain one.
-VARIANTS = {"gpu0": ("last",), "custom": ("stored", "outer"), "sharded": ("peers",), "sequential": ("first",)}
+VARIANTS = {
+    "gpu0": ("last",),
+    "custom": ("stored", "outer"),
+    "sharded": ("peers",),
+    "sequential": ("first",),
+    "stream": ("split",),
+}
 
 
 # A tiny teacher with two experts, where nothing more is needed.
 TINY = "t2v-a14b"
+# The arguments of a case whose ranks share the fetch of stream.
+SPLIT = ("stream", TINY, "split")
 
 
 def _each(world: str, placements: Sequence[str] = PLACEMENTS, **more: Any) -> list[Case]:
@@ -74,19 +82,25 @@ TARGETS = [
     *(case for teacher in ("embedded", *LAYOUTS) for case in _each("2", teacher=teacher)),
     *(Case("targets", "4", placement) for placement in PLACEMENTS),
     *(case for teacher in (TINY, "ti2v-5b") for case in _each("4", teacher=teacher)),
-    *_each("2x2", COUPLED, teacher=TINY),
+    *_each("2x2", (*COUPLED, "stream"), teacher=TINY),
     *_each("2", teacher=TINY, settings={"teacher_micro_batch": 3}),
     *_each("2", teacher=TINY, settings={"teacher_dtype": "bfloat16"}),
-    *_each("2", COUPLED, teacher=TINY, settings={"teacher_dtype": "int8"}),
+    *_each("2", (*COUPLED, "stream"), teacher=TINY, settings={"teacher_dtype": "int8"}),
     *_each("2", ("balanced", "sharded", "stream"), teacher=TINY, settings={"teacher_compile": True}),
+    *(Case("targets", world, *SPLIT, settings={"resident_blocks": 1}) for world in ("2", "4")),
 ]
 LOSSES = [
     *(Case("losses", world, placement, TINY) for world in ("1", "2", "4") for placement in PLACEMENTS),
     *(Case("losses", "2", placement) for placement in ("balanced", "sharded")),
+    *(Case("losses", world, *SPLIT) for world in ("2", "4")),
 ]
+DELAYS = [Case("delays", world, *SPLIT) for world in ("2", "4")]
 MEMORY = [Case("memory", "4", placement) for placement in ("gpu0", "balanced", "sequential", "sharded")]
 SERVED = [Case("served", world, "gpu0", TINY, settings={"teacher_rank_trains": "no"}) for world in ("2", "4")]
-DISAGREEMENTS = [Case("disagreement", "2", placement, TINY) for placement in COUPLED]
+DISAGREEMENTS = [
+    *(Case("disagreement", "2", placement, TINY) for placement in COUPLED),
+    Case("disagreement", "2", *SPLIT),
+]
 READ_BY_RECORD = tuple(name for name in PLACEMENTS if name != "registered")
 FAULTS = [
     # The parts of a block that one rank holds are not those of the next block, so these cannot be misread.
@@ -96,11 +110,16 @@ FAULTS = [
     *(Case("targets", "2", name, TINY, fault="stale slot") for name in ("offload", "stream", "sharded")),
     *(Case("targets", "2", name, TINY, fault="stale state") for name in ("balanced", "sequential", "custom")),
     Case("targets", "2", "gpu0", TINY, fault="stale input"),
+    *(
+        Case("targets", "2", *SPLIT, fault=fault)
+        for fault in ("swapped block", "wrong expert", "stale slot", "stale part")
+    ),
 ]
-IN_WORLDS = [*TARGETS, *LOSSES, *MEMORY, *FAULTS, *SERVED, *DISAGREEMENTS]
+IN_WORLDS = [*TARGETS, *LOSSES, *DELAYS, *MEMORY, *FAULTS, *SERVED, *DISAGREEMENTS]
 
 # Each of these is a world of its own, of which one rank dies.
 KILLED = [
     *(Case("killed", "2", placement, TINY) for placement in ("gpu", *PLACEMENTS)),
     Case("killed", "2", "gpu", TINY, variant="stuck"),
+    Case("killed", "2", *SPLIT),
 ]

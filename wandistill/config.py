@@ -191,6 +191,15 @@ class TrainConfig:
         "", "most teacher bytes on each GPU, such as 20GiB, for balanced and sequential", "teacher", identity=False
     )
     resident_blocks: int = _option(0, "blocks that stream keeps on the GPU", "teacher", identity=False)
+    stream_fetch: str = _option(
+        "auto",
+        "how stream brings blocks to the ranks of a node: own: each copies whole blocks from host memory; split: each "
+        "copies a part and gets the rest from the others, in step with them; auto: split where the links from the host "
+        "are the bound and GPUs reach each other",
+        "teacher",
+        choices=("auto", "own", "split"),
+        identity=False,
+    )
     disk_buffer: str = _option("", "host memory for disk's read-ahead; empty: four blocks", "teacher", identity=False)
     share_dir: str = _option(
         "", "folder of the shared host copy where /dev/shm is too small", "teacher", identity=False, metavar="DIR"

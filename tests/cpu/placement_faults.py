@@ -13,6 +13,8 @@ from wandistill.teacher import feeds, record_reader, sharded
 from wandistill.teacher import stage as stages
 from wandistill.teacher.base import Expert
 from wandistill.teacher.layout import Record
+from wandistill.teacher.split_fetch import SplitStream
+from wandistill.teacher.transport import Transport
 
 
 @contextmanager
@@ -84,6 +86,22 @@ def stale_slot() -> Iterator[None]:
 
 
 @contextmanager
+def stale_part() -> Iterator[None]:
+    """Ranks read each other's parts before these are there: those of the record that was in the slot before."""
+    gather = Transport.gather
+
+    def early(self: SplitStream, target: Tensor, source: Tensor, after: Any) -> None:
+        parts = target.view(self._transport.size, -1)
+        gather(self._transport, parts)
+        with patch.object(Transport, "gather", lambda *arguments: None):
+            copy(self, target, source, after)
+
+    copy = SplitStream.copy
+    with patch.object(SplitStream, "copy", early):
+        yield
+
+
+@contextmanager
 def stale_state(*, inputs: bool = False) -> Iterator[None]:
     """A stage computes the batch before the one that it was given, as if its buffer had not been filled anew."""
     run = stages.Stage.run
@@ -106,6 +124,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "swapped part": swapped_part,
     "wrong expert": wrong_expert,
     "stale slot": stale_slot,
+    "stale part": stale_part,
     "stale state": stale_state,
     "stale input": lambda: stale_state(inputs=True),
 }

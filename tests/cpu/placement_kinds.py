@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from delays import delayed, equal_steps
 from engine_setup import resident
 from placement_asks import answers, distance, steps
 from placement_cases import Case
@@ -33,6 +34,7 @@ from wandistill.train.objectives import build_objective
 from wandistill.train.student import TrainedStudent
 
 STEPS = 10
+DELAYED_STEPS = 100
 # Graphs are captured as for any backend; compiling them on a CPU would take a C++ compiler, and a minute a rank.
 compiled.BACKEND = "aot_eager"
 
@@ -82,6 +84,8 @@ class Ranks:
         ranks = self.world.size
         if case.variant == "last":
             return {"teacher_rank": ranks - 1}
+        if case.variant == "split":
+            return {"stream_fetch": "split"}
         if case.placement == "sequential" and case.variant != "first":
             sizes = parts_bytes(self._teachers[case.teacher], dtype)
             return {"max_memory": str(sum(sizes) // min(ranks, self.world.local_size) + max(sizes))}
@@ -173,6 +177,14 @@ def served(case: Case, ranks: Ranks) -> dict[str, Any]:
         return {"distance": distance(answers(teacher, steps(setting)), expected)}
 
 
+def delays(case: Case, ranks: Ranks) -> dict[str, Any]:
+    """Steps that equal the resident teacher's while copies and compute are late, on each rank at other times."""
+    setting = ranks.setting(case)
+    reference = resident(setting)
+    with placed(case, setting) as teacher, delayed(setting.world.device, seed=ranks.world.rank):
+        return {"equal": list(equal_steps(setting.folder, teacher, reference, DELAYED_STEPS))}
+
+
 def disagreement(case: Case, ranks: Ranks) -> dict[str, Any]:
     """The ranks ask different experts."""
     setting = ranks.setting(case)
@@ -251,5 +263,6 @@ KINDS: dict[str, Callable[[Case, Ranks], dict[str, Any]]] = {
     "losses": losses,
     "memory": memory,
     "served": served,
+    "delays": delays,
     "disagreement": disagreement,
 }

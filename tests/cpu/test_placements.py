@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from placement_cases import (
+    DELAYS,
     DISAGREEMENTS,
     FAULTS,
     KILLED,
@@ -78,6 +79,14 @@ def test_a_run_has_the_losses_of_one_with_the_resident_teacher(findings: dict[st
     for one in of_ranks(findings, case):
         assert len(set(one["losses"])) == 10
         assert one["losses"] == pytest.approx(one["expected"], abs=LOSS_TOLERANCE, rel=0)
+
+
+@each(DELAYS)
+def test_ranks_that_are_late_at_other_times_answer_as_the_resident_teacher(
+    findings: dict[str, Any], case: Case
+) -> None:
+    for one in of_ranks(findings, case):
+        assert one["equal"] == [True] * 100
 
 
 @each(FAULTS)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import Ranks
 from runs import SHORT, flags, here
 from sparse_wan import build_sparse_a14b
 
@@ -17,7 +18,7 @@ from wandistill.demo.captions import training_prompts
 from wandistill.errors import ConfigError, ExitCode
 from wandistill.planner.measured import GpuProbe, RankProbe
 from wandistill.train import distributed, placing, probe
-from wandistill.train.setup import Setup, resolve
+from wandistill.train.setup import Setup, resolve, tell_notes
 from wandistill.units import GIB
 
 RTX_3090 = GpuProbe(
@@ -126,6 +127,22 @@ def test_a_cpu_that_emulates_bfloat16_says_so_and_advises_float32(tmp_path, monk
     caplog.clear()
     settle(setup(tmp_path, teacher_device_strategy="cpu", teacher_dtype="float32"))
     assert "emulates" not in caplog.text
+
+
+def test_a_fetch_that_two_ranks_share_is_told_and_recorded(tmp_path, prompts):
+    settings = {"max_steps": 2, "teacher_device_strategy": "stream", "stream_fetch": "split"}
+    said = Ranks(2, _flags(tmp_path, prompts, settings), tmp_path / "log").finish()
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert "teacher: stream --stream_fetch split (asked for" in said and "no effect" not in said
+    assert run["config"]["stream_fetch"] == run["plan"]["settings"]["stream_fetch"] == "split"
+
+
+def test_a_shared_fetch_of_one_rank_is_its_own_and_one_of_another_placement_has_no_effect(tmp_path, caplog):
+    settled = settle(setup(tmp_path, teacher_device_strategy="stream", stream_fetch="split"))
+    assert settled.config.stream_fetch == "own"
+    assert "note: --stream_fetch split: there is one rank on a node; it has no effect here." in caplog.text
+    tell_notes(setup(tmp_path, teacher_device_strategy="offload", stream_fetch="split"))
+    assert "note: --stream_fetch: only stream read it, not offload; it has no effect here." in caplog.text
 
 
 def test_a_run_writes_plan_and_memory_side_by_side_and_a_profile_whose_lasting_terms_are_the_plan_s(tmp_path, prompts):

@@ -28,6 +28,7 @@ from wandistill.planner.measured import (
 from wandistill.planner.memory import NCCL_COMMUNICATOR
 from wandistill.planner.outcome import RankUse, profile, side_by_side
 from wandistill.planner.placements import Placement
+from wandistill.planner.plan import plan
 from wandistill.planner.request import Machines, PlanRequest
 from wandistill.planner.tape import Compute
 from wandistill.planner.work import block_work
@@ -111,8 +112,17 @@ def test_auto_says_why_and_what_was_against_the_faster_ones() -> None:
     decision = decide(ask([rank(card())], gradient_checkpointing=True))
     assert decision.strategy == "stream"
     said = paragraph(decision)
-    assert said.startswith("teacher: stream (the fastest of the ")
+    assert said.startswith("teacher: stream --stream_fetch own (the fastest of the ")
     assert "on each GPU at most" in said and "a step" in said and "Not gpu: rank 0's GPU lacks" in said
+
+
+@pytest.mark.parametrize(("reached", "fetch"), [(True, "split"), (False, "own")])
+def test_ranks_share_the_fetch_only_where_the_probe_saw_that_their_gpus_reach_each_other(
+    reached: bool, fetch: str
+) -> None:
+    h100 = card(name="NVIDIA H100 80GB HBM3", capability=(9, 0), total=79 * GIB, free=78 * GIB, peer_access=reached)
+    request = ask([rank(h100)] * 2, teacher_device_strategy="stream", batch_size=1, guidance_scale=1.0)
+    assert plan(request).row(Placement.STREAM).settings["stream_fetch"] == fetch
 
 
 def test_a_placement_for_several_ranks_is_judged_as_gpu_where_there_is_one() -> None:

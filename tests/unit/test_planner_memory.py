@@ -10,6 +10,7 @@ import pytest
 from wandistill.catalog import find_gpu, find_model, gpus
 from wandistill.device_map import Place
 from wandistill.errors import ConfigError
+from wandistill.planner.memory import NCCL_COMMUNICATOR
 from wandistill.planner.placements import SPECS, Placement
 from wandistill.planner.plan import plan
 from wandistill.planner.records import shard_bytes, teacher_bytes
@@ -101,6 +102,23 @@ def test_resident_blocks_of_stream_stay_on_the_gpu() -> None:
     rank = plan(ask(resident_blocks=10)).row(Placement.STREAM).ranks[0]
     block = teacher_bytes(A14B.architecture, "bfloat16", 2).block
     assert rank.size("teacher weights") == 2 * 10 * block
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ranks", "fetch", "count"),
+    [
+        ("a100-80gb", 4, "auto", 2),  # although compute may hide the link: more work never takes less memory
+        ("a100-80gb", 4, "own", 1),
+        ("a100-80gb", 1, "split", 0),
+        ("rtx-3090", 4, "auto", 1),
+        ("rtx-3090", 4, "split", 2),
+    ],
+)
+def test_stream_takes_a_communicator_more_where_the_fetch_may_be_shared(
+    gpu: str, ranks: int, fetch: str, count: int
+) -> None:
+    rank = plan(ask(gpu=gpu, ranks=ranks, stream_fetch=fetch)).row(Placement.STREAM).ranks[0]
+    assert rank.size("nccl buffers") == count * NCCL_COMMUNICATOR
 
 
 def test_8_bit_storage_halves_the_teacher_and_takes_one_wide_block() -> None:

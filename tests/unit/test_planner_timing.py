@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from wandistill.planner.plan import Plan, plan
 from wandistill.planner.rates import catalogue_rates
 from wandistill.planner.request import Machines, PlanRequest
 from wandistill.planner.tape import Compute
+from wandistill.planner.teacher_memory import records
 from wandistill.planner.timing import forward_seconds, prepare_cost
 from wandistill.planner.work import forward_work
 from wandistill.student_config import student_spec
@@ -90,6 +92,52 @@ def test_two_ranks_split_the_fetch_where_the_link_is_the_bound() -> None:
     # Measured: 0.327 s with one stream for copies and gathers, 0.265 s with two; alone 0.516 s.
     assert teacher_seconds(alone, Placement.STREAM) == pytest.approx(0.516, rel=0.05)
     assert teacher_seconds(answer, Placement.STREAM) == pytest.approx(0.265, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ranks", "settings", "fetch"),
+    [
+        ("h100-80gb", 2, {}, "split"),
+        ("h100-80gb", 2, {"batch": 8}, "own"),  # compute hides the link
+        ("h100-80gb", 2, {"batch": 8, "stream_fetch": "split"}, "split"),
+        ("h100-80gb", 2, {"gradient_accumulation_steps": 8}, "own"),  # all micro-batches pass a block while it is there
+        ("h100-80gb", 2, {"resident_blocks": 40}, "own"),  # nothing is fetched
+        ("h100-80gb", 2, {"stream_fetch": "own"}, "own"),
+        ("h100-80gb", 1, {"stream_fetch": "split"}, "own"),  # there is nobody to share with
+        ("h100-80gb", 2, {"share_dir": True, "stream_fetch": "split"}, "own"),  # the copy cannot be pinned
+        ("rtx-4090", 2, {}, "own"),  # the GPUs reach each other through the host
+        ("rtx-4090", 2, {"stream_fetch": "split"}, "split"),
+        ("a6000", 2, {}, "own"),  # over PCIe the parts come in through the same port
+    ],
+)
+def test_the_fetch_is_shared_where_the_link_is_the_bound_and_peers_are_nearer(
+    gpu: str, ranks: int, settings: dict[str, Any], fetch: str
+) -> None:
+    row = plan(ask(gpu, ranks, guided=False, **settings)).row(Placement.STREAM)
+    assert row.settings["stream_fetch"] == fetch
+    assert row.time is not None and ("the rest from peers" in row.time.formulas[0]) == (fetch == "split")
+
+
+def test_a_split_fetch_is_bound_by_the_slower_of_the_links_from_host_and_peers() -> None:
+    request = ask("h100-80gb", 4, guided=False, stream_fetch="split")
+    rates = catalogue_rates(request.machines)
+    size = records(request, Placement.STREAM).block * 40
+    for host, peer, floor in ((50e9, 400e9, size / 4 / 50e9), (50e9, 20e9, size * 3 / 4 / 20e9)):
+        row = plan(request, replace(rates, host_link=host, peer_link=peer)).row(Placement.STREAM)
+        assert row.time is not None and row.time.teacher == pytest.approx(floor, rel=0.03)
+
+
+def test_measured_links_decide_about_the_fetch_and_the_caches_are_told_with_it() -> None:
+    request = ask("a6000", 4, guided=False)
+    # Four cards behind one switch: all at once get a quarter of the port from the host, and all of it from each other.
+    shared = replace(catalogue_rates(request.machines), host_link=6e9, peer_link=25e9)
+    row = plan(request, shared).row(Placement.STREAM)
+    assert row.settings["stream_fetch"] == "split"
+    own, split = (
+        prepare_cost(asked, Placement.STREAM, None, prompts=8, rollout_steps=8, rates=shared).latent_seconds
+        for asked in (request.change(stream_fetch="own"), row.settled(request))
+    )
+    assert split < own
 
 
 @pytest.mark.parametrize("gpu", ["rtx-3090", "a100-80gb", "h100-80gb"])

@@ -50,6 +50,7 @@ SIZING = (
     "targets",
     "memory_margin",
     "resident_blocks",
+    "stream_fetch",
     "disk_buffer",
     "share_dir",
     "max_memory",

@@ -146,7 +146,7 @@ def teacher_and_students(question: Question, teacher_gpu: Gpu | None) -> tuple[S
 
 def _step_seconds(question: Question, row: Row) -> float:
     """Of a step on all nodes of the pool."""
-    request = question.run.change_machines(nodes=question.nodes)
+    request = row.settled(question.run).change_machines(nodes=question.nodes)
     serves_only = row.settings.get("teacher_rank_trains") == "no"
     return step_time(request, row.placement, row.places, serves_only=serves_only).step
 

@@ -61,6 +61,7 @@ SERVES_ONLY = "gpu0-serves"
 # The memory of every placement that the launcher may take in place of another.
 REPLAN = "replan"
 TEACHER_POD, STUDENTS_POD = "gpu0-teacher", "gpu0-students"
+_ON_EACH_CARD = (Placement.SEQUENTIAL.value, Placement.STREAM.value)
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,8 @@ class Cell:
 class _Answers:
     """One question on every GPU.
 
-    A GPU's terms differ between cards by its workspaces alone, a constant; only sequential fills each card anew.
+    A GPU's terms differ between cards by its workspaces alone, a constant; but sequential fills each card anew, and
+    stream may take a communicator on cards that reach each other.
     """
 
     def __init__(self, question: Question, cards: Sequence[Gpu | None]) -> None:
@@ -243,12 +245,12 @@ class _Answers:
             name = f"gpu0-{'no' if serves else 'yes'}"
         row = self.rows[name][index]
         assert row is not None
-        request = self.request.change_machines(gpu=self.cards[index])
+        request = row.settled(self.request).change_machines(gpu=self.cards[index])
         return step_time(request, placement, row.places, serves_only=serves)
 
     def _on_cards(self, placement: Placement, **settings: str) -> list[Row | None]:
         request = self.request.change(**settings)
-        if placement is Placement.SEQUENTIAL and request.on_gpu and request.machines.ranks > 1:
+        if placement.value in _ON_EACH_CARD:
             return [evaluate(request.change_machines(gpu=card), self.student, placement) for card in self.cards]
         row = evaluate(request, self.student, placement)
         return [row] * len(self.cards)
@@ -267,18 +269,15 @@ class _Answers:
             for row, card in zip(rows, self.cards, strict=True)
         )
         sized = row_sizes(self.request, there[-1])
-        needed = "" if name == Placement.SEQUENTIAL.value else _gigabytes(there[-1].peak)
+        needed = "" if name == Placement.SEQUENTIAL.value else _gigabytes(max(row.peak for row in there))
         self.cells[name] = Cell(letters, needed, sized.memory, sized.shm)
 
     def _letter(self, peak: int, card: Gpu | None, name: str) -> str:
         if card is None:
             return WITHIN
-        # Sequential was evaluated on the card itself.
-        own = (
-            peak
-            if name == Placement.SEQUENTIAL.value
-            else peak + _workspaces(card, name) - _workspaces(self.cards[0], name)
-        )
+        own = peak
+        if name not in _ON_EACH_CARD:
+            own += _workspaces(card, name) - _workspaces(self.cards[0], name)
         if own <= int(card.usable * (1 - self.request.memory_margin)):
             return WITHIN
         return TIGHT if own <= card.usable else NO

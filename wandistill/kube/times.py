@@ -30,11 +30,12 @@ def teacher_times(
     """
     seconds = []
     for row, card in zip(rows, cards, strict=True):
-        asked = request.change_machines(gpu=card)
-        there = row is not None and row.node is not None
-        places = row.places if row is not None else None
-        seconds.append(step_time(asked, placement, places, serves_only=serves_only).teacher if there else None)
-    return " ".join("-" if each is None else _part(each) for each in seconds)
+        if row is None or row.node is None:
+            seconds.append("-")
+            continue
+        asked = row.settled(request).change_machines(gpu=card)
+        seconds.append(_part(step_time(asked, placement, row.places, serves_only=serves_only).teacher))
+    return " ".join(seconds)
 
 
 def answer_times(request: PlanRequest, cards: Sequence[Gpu | None]) -> str:

@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("embeddings", choices=("cached", "online"), default=_DEFAULTS.embeddings, help=_help("embeddings"))
     flag("no_save_samples", action="store_true", help="draw no samples during training")
     flag("resident_blocks", type=int, default=_DEFAULTS.resident_blocks, help=_help("resident_blocks"))
+    flag("stream_fetch", choices=("auto", "own", "split"), default="auto", help=_help("stream_fetch"))
     flag("disk_buffer", default="", help=_help("disk_buffer"))
     flag("max_memory", default="", help=_help("max_memory"))
     flag("teacher_rank", type=int, default=0, help=_help("teacher_rank"))
@@ -116,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     prepare = None
     if chosen is not None:
         prepare = prepare_cost(
-            request,
+            chosen.settled(request),
             chosen.placement,
             chosen.places,
             prompts=args.prompts,
@@ -165,6 +166,7 @@ def request_of(args: argparse.Namespace) -> PlanRequest:
         embeddings=args.embeddings,
         save_samples=not args.no_save_samples,
         resident_blocks=args.resident_blocks,
+        stream_fetch=args.stream_fetch,
         disk_buffer=parse_bytes(args.disk_buffer) if args.disk_buffer else None,
         max_memory=parse_bytes(args.max_memory) if args.max_memory else None,
         teacher_rank=args.teacher_rank,

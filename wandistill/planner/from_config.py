@@ -52,6 +52,7 @@ def request_of_config(
         save_samples=config.save_samples,
         checkpoints=min(config.keep_checkpoints + 1, _written(config)),
         resident_blocks=config.resident_blocks,
+        stream_fetch=config.stream_fetch,
         disk_buffer=parse_bytes(config.disk_buffer) if config.disk_buffer else None,
         share_dir=bool(config.share_dir),
         max_memory=parse_bytes(config.max_memory) if config.max_memory else None,

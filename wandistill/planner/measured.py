@@ -219,8 +219,10 @@ def _others(card: GpuProbe, world: int) -> int:
 def _gpu(cards: Sequence[GpuProbe]) -> Gpu:
     """The catalogue's entry of the slowest card, or one made of what was measured."""
     card = min(cards, key=lambda card: card.half or 0.0)
+    reached = all(one.peer_access for one in cards)
     try:
-        return find_gpu(card.name)
+        known = find_gpu(card.name)
+        return known if reached else replace(known, peer_kind="host")
     except ConfigError:
         pass
     giga = 1e9
@@ -238,7 +240,7 @@ def _gpu(cards: Sequence[GpuProbe]) -> Gpu:
         bandwidth=(card.memory or 100 * giga) / TRAFFIC_SHARE / giga,
         host_link=link,
         peer_link=card.peer_link / PEER_LINK_SHARE / giga if card.peer_link else link / 2,
-        peer_kind="pcie" if card.peer_access else "host",
+        peer_kind="pcie" if reached else "host",
         capability=card.capability,
         products=(),
         source={"all": "measured at the start of the run"},

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from wandistill.catalog import Gpu
 from wandistill.device_map import DeviceMap
 from wandistill.planner.caches import encoding, rollout_rows, sampling, text_encoder
+from wandistill.planner.fetch import may_split
 from wandistill.planner.placements import SPECS, Placement, Store
 from wandistill.planner.request import PlanRequest
 from wandistill.planner.student_memory import StudentMemory
@@ -136,8 +137,10 @@ def _base(request: PlanRequest, placement: Placement, *, computes: bool) -> list
         Term("cublas workspaces", sum(workspaces), f"{len(workspaces)} x {format_bytes(workspaces[0])}"),
     ]
     if request.machines.world > 1:
-        # The job's own communicator is there when the probe measures.
-        groups = (1 if SPECS[placement].side_stream or placement is Placement.SHARDED else 0) + (not measured)
+        # The job's own communicator is there when the probe measures. That of a shared fetch counts wherever there may
+        # be one: with more work auto takes none, and what fits would depend on that.
+        split = placement is Placement.STREAM and may_split(request)
+        groups = (SPECS[placement].side_stream or placement is Placement.SHARDED or split) + (not measured)
         formula = f"{groups} communicators x {format_bytes(NCCL_COMMUNICATOR)}"
         terms.append(Term("nccl buffers", groups * NCCL_COMMUNICATOR, formula, allocated=False))
     return terms

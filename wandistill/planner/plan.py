@@ -14,7 +14,7 @@ from wandistill.planner.request import PlanRequest
 from wandistill.planner.student_memory import StudentMemory, student_memory
 from wandistill.planner.teacher_memory import records, spread
 from wandistill.planner.terms import Phases, Term
-from wandistill.planner.timing import StepTime, step_time
+from wandistill.planner.timing import StepTime, step_time, with_fetch
 from wandistill.units import format_bytes
 
 # Where memory lacks: on the node, beside the GPU of a rank.
@@ -62,6 +62,10 @@ class Row:
     def peak(self) -> int:
         """Bytes of the fullest rank."""
         return max((rank.peak for rank in self.ranks), default=0)
+
+    def settled(self, request: PlanRequest) -> PlanRequest:
+        """`request` with the fetch that the plan settled."""
+        return request.change(stream_fetch=self.settings.get("stream_fetch", request.stream_fetch))
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ def _evaluate(
 ) -> Row:
     machines, spec, settings = request.machines, SPECS[placement], {}
     places: DeviceMap | None = None
+    timed = request
     serves_only = placement is Placement.GPU0 and not teacher_trains
     if placement is Placement.GPU0:
         settings["teacher_rank_trains"] = "no" if serves_only else "yes"
@@ -136,12 +141,15 @@ def _evaluate(
             return _without_room(request, placement, room)
         if placement is Placement.SEQUENTIAL and room is not None:
             settings["max_memory"] = str(request.max_memory or room)
-    if request.resident_blocks and placement is Placement.STREAM:
-        settings["resident_blocks"] = str(request.resident_blocks)
+    if placement is Placement.STREAM:
+        timed = with_fetch(request, rates)
+        settings["stream_fetch"] = timed.stream_fetch
+        if request.resident_blocks:
+            settings["resident_blocks"] = str(request.resident_blocks)
     ranks = _ranks(request, student, placement, places, serves_only=serves_only)
     local = ranks[: machines.ranks]
     node = node_memory(request, student, placement, local, places)
-    time = step_time(request, placement, places, serves_only=serves_only, rates=rates)
+    time = step_time(timed, placement, places, serves_only=serves_only, rates=rates)
     lack = _lack(request, ranks, node, 0.0)
     tight = _lack(request, ranks, node, request.memory_margin)
     return Row(

@@ -75,6 +75,7 @@ class PlanRequest:
     save_samples: bool = True
     checkpoints: int = 3  # on disk at once: those that are kept, and the one that is being written
     resident_blocks: int = 0
+    stream_fetch: str = "auto"
     disk_buffer: int | None = None
     share_dir: bool = False  # the host copy is a file on a disk, which cannot be pinned
     max_memory: int | None = None
@@ -93,6 +94,7 @@ class PlanRequest:
             ("student_parallel", ("ddp", "fsdp")),
             ("ema_device", ("gpu", "cpu", "none")),
             ("targets", ("online", "cached")),
+            ("stream_fetch", ("auto", "own", "split")),
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(f"--{name} {getattr(self, name)}: is not one of {', '.join(known)}.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from wandistill.device_map import DeviceMap
 from wandistill.planner.activations import Pass
 from wandistill.planner.caches import rollouts_at_once
+from wandistill.planner.fetch import OWN, SPLIT, choose_fetch, fetch_seconds
 from wandistill.planner.placements import SPECS, Placement
 from wandistill.planner.rates import COMPILED_GAIN, Rates, catalogue_rates
 from wandistill.planner.records import TeacherBytes
@@ -64,6 +65,7 @@ def step_time(
     """The time of a step.
 
     Args:
+        request: under `stream` with its fetch settled, see `with_fetch`.
         places: of a pipeline.
         serves_only: gpu0's teacher rank draws no samples.
         rates: as measured; else the catalogue's.
@@ -72,8 +74,7 @@ def step_time(
     steps = request.gradient_accumulation_steps
     teacher, formula = 0.0, "teacher: its targets are cached"
     if request.targets == "online":
-        asked = steps * _asked(request, placement, rates)
-        teacher, formula = _teacher(request, placement, places, rates, asked, serves_only)
+        teacher, formula = _teacher(request, placement, places, rates, serves_only)
     student = _student(request, rates)
     own = student_bytes(
         request.student,
@@ -96,13 +97,6 @@ def step_time(
         f"gradients between ranks, not hidden: {format_seconds(communication)}",
     )
     return StepTime(teacher, student, optimizer, communication, step, samples / step, formulas)
-
-
-def _asked(request: PlanRequest, placement: Placement, rates: Rates) -> float:
-    """Seconds of compute on one device for what one rank asks in a micro-batch."""
-    one = rates.teacher * forward_seconds(teacher_pass(request, placement, request.teacher_piece), rates)
-    gain = COMPILED_GAIN if request.teacher_compile and request.on_gpu else 1.0
-    return one * request.teacher_rows / request.teacher_piece / gain
 
 
 def forward_seconds(run: Pass, rates: Rates) -> float:
@@ -152,17 +146,11 @@ def _teacher(
     placement: Placement,
     places: DeviceMap | None,
     rates: Rates,
-    asked: float,
     serves_only: bool,
 ) -> tuple[float, str]:
-    """Seconds until all answers of a step are there, and how they come about.
-
-    Args:
-        asked: seconds of compute on one device for what one rank asks in a step.
-    """
+    """Seconds until all answers of a step are there, and how they come about."""
     own, ranks = records(request, placement), request.machines.ranks
-    wide = own.layers * (2 * own.wide + own.block) / rates.memory if own.wide else 0.0
-    compute = asked + wide
+    compute = _compute(request, placement, rates)
     said = format_seconds(compute)
     if placement is Placement.CPU:
         flops = request.gradient_accumulation_steps * _flops(request, placement)
@@ -177,6 +165,33 @@ def _teacher(
     if places is not None:
         return _pipeline(request, placement, places, compute)
     return _fed(request, placement, rates, own, compute)
+
+
+def _compute(request: PlanRequest, placement: Placement, rates: Rates) -> float:
+    """Seconds of compute on one device for what one rank asks in a step."""
+    own = records(request, placement)
+    one = rates.teacher * forward_seconds(teacher_pass(request, placement, request.teacher_piece), rates)
+    gain = COMPILED_GAIN if request.teacher_compile and request.on_gpu else 1.0
+    asked = request.gradient_accumulation_steps * one * request.teacher_rows / request.teacher_piece / gain
+    wide = own.layers * (2 * own.wide + own.block) / rates.memory if own.wide else 0.0
+    return asked + wide
+
+
+def _streamed(request: PlanRequest, own: TeacherBytes) -> int:
+    """Bytes of an expert's blocks that `stream` brings to each rank in a step."""
+    return (own.layers - request.resident_blocks) * own.block
+
+
+def with_fetch(request: PlanRequest, rates: Rates | None = None) -> PlanRequest:
+    """The question of a run at `stream` with its `stream_fetch` settled: own or split.
+
+    Args:
+        rates: as measured; else the catalogue's.
+    """
+    rates = rates or catalogue_rates(request.machines)
+    moved = _streamed(request, records(request, Placement.STREAM))
+    compute = _compute(request, Placement.STREAM, rates)
+    return request.change(stream_fetch=choose_fetch(request, rates, moved, compute))
 
 
 def _flops(request: PlanRequest, placement: Placement) -> float:
@@ -204,21 +219,19 @@ def _fed(
     request: PlanRequest, placement: Placement, rates: Rates, own: TeacherBytes, compute: float
 ) -> tuple[float, str]:
     """Blocks that come beside compute, or with one slot in turn with it."""
-    ranks = request.machines.ranks
-    resident = request.resident_blocks if placement is Placement.STREAM else 0
-    moved = (own.layers - resident) * own.block
+    ranks, streams = request.machines.ranks, placement is Placement.STREAM
+    moved = _streamed(request, own) if streams else own.layers * own.block
     if placement is Placement.SHARDED:
         link, way = moved * (ranks - 1) / ranks / rates.peer_link, "from peers"
     elif placement is Placement.DISK:
         link, way = moved * ranks / rates.disk, f"from disk for {ranks} ranks"
+    elif streams and request.stream_fetch == SPLIT:
+        link, way = fetch_seconds(request, rates, moved, SPLIT), f"1/{ranks} from the host, the rest from peers"
     else:
-        link, way = moved / rates.host_link, "from the host"
-        split = max(moved / ranks / rates.host_link, moved * (ranks - 1) / ranks / rates.peer_link)
-        if placement is Placement.STREAM and ranks > 1 and link > compute and split < link:
-            link, way = split, f"a {ranks}th from the host, the rest from peers"
+        link, way = fetch_seconds(request, rates, moved, OWN), "from the host"
     # A copy writes to the same memory that compute reads.
     beside = compute + 2 * moved / rates.memory if request.on_gpu else compute
-    first = link / max(own.layers - resident, 1)
+    first = link * own.block / max(moved, own.block)
     both = max(beside, link) + min(first, compute / own.layers)
     seconds = both if SPECS[placement].slots > 1 else compute + link
     return seconds, (
@@ -257,7 +270,11 @@ def prepare_cost(
     rollout_steps: int,
     rates: Rates | None = None,
 ) -> PrepareCost:
-    """What `wandistill prepare` takes with one rollout a prompt, on all ranks."""
+    """What `wandistill prepare` takes with one rollout a prompt, on all ranks.
+
+    Args:
+        request: under `stream` with its fetch settled, see `with_fetch`.
+    """
     rates = rates or catalogue_rates(request.machines)
     model, world = request.model, request.machines.world
     encoder = model.text_encoder
@@ -266,7 +283,7 @@ def prepare_cost(
     width = 2 if request.on_gpu and request.teacher_dtype != "float32" else 4
     batch = rollouts_at_once(request)
     asking = request.change(batch_size=batch, gradient_accumulation_steps=1)
-    seconds, _ = _teacher(asking, placement, places, rates, _asked(asking, placement, rates), False)
+    seconds, _ = _teacher(asking, placement, places, rates, False)
     latents = request.student_pass(1).sizes.latents
     return PrepareCost(
         prompts=prompts,

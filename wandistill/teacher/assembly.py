@@ -12,13 +12,17 @@ from torch import Tensor, nn
 
 from wandistill.errors import ConfigError
 from wandistill.models.weights import with_one_block
+from wandistill.teacher.base import Teacher
 from wandistill.teacher.copy_stream import CopyStream
 from wandistill.teacher.engine import BlockEngine, Blocks, OuterPart
 from wandistill.teacher.feeds import Feed, Mapped, ReadAhead, Slots
 from wandistill.teacher.host_copy import HostCopy, SharePlace, load_host_copy
 from wandistill.teacher.host_memory import HostBuffers
 from wandistill.teacher.layout import Precision, Record, TeacherLayout
+from wandistill.teacher.lockstep import LockstepTeacher
 from wandistill.teacher.record_reader import RecordReader
+from wandistill.teacher.split_fetch import SplitStream, slot_size
+from wandistill.teacher.transport import Transport, node_members
 from wandistill.units import format_bytes
 
 if TYPE_CHECKING:
@@ -100,12 +104,13 @@ class Assembly:
         )
 
 
-def build_from_host_copy(setting: Setting, *, slots: int, resident_blocks: int) -> BlockEngine:
+def build_from_host_copy(setting: Setting, *, slots: int, resident_blocks: int, split: bool = False) -> Teacher:
     """A teacher in one host copy per node, computed on each rank's device through `slots` slots.
 
     Args:
         resident_blocks: blocks of each expert that stay on the device, spread evenly, so that the copies between them
             have the same time everywhere.
+        split: whether the ranks of a node share the fetch.
     """
     parts = Assembly(setting, setting.world.device, direct=False)
     layout, device = parts.layout, parts.device
@@ -128,6 +133,20 @@ def build_from_host_copy(setting: Setting, *, slots: int, resident_blocks: int) 
         for number in range(resident_blocks)
     ]
     resident = parts.keep(source, kept)
-    return parts.engine(
-        parts.outer_slot(copy), Slots(source, layout.block.size, slots, device, parts.stream), resident, closing
-    )
+    transport = _sharing(setting, copy, device) if split else None
+    stream, size = parts.stream, layout.block.size
+    if transport is not None:
+        stream, size = SplitStream(device, transport), slot_size(size, transport.size)
+    engine = parts.engine(parts.outer_slot(copy), Slots(source, size, slots, device, stream), resident, closing)
+    return engine if transport is None else LockstepTeacher(engine, transport, layout.blocks)
+
+
+def _sharing(setting: Setting, copy: HostCopy, device: torch.device) -> Transport | None:
+    """What the ranks of a node share the fetch through; None: each fetches alone. All ranks of the job call this."""
+    if device.type == "cuda" and not copy.pinned:
+        # The buffers in between are filled by threads, at another time on each rank.
+        if setting.world.is_main:
+            _log.warning("note: --stream_fetch split: the teacher's host copy is not pinned; each rank fetches alone.")
+        return None
+    transport = Transport(setting.world, node_members(setting.world))
+    return transport if transport.size > 1 else None

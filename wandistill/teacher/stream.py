@@ -1,4 +1,8 @@
-"""Placement `stream`: one host copy per node, each rank's GPU prefetches the blocks through fixed slots."""
+"""Placement `stream`: one host copy per node, each rank's GPU prefetches the blocks through fixed slots.
+
+With `--stream_fetch own` each rank copies whole blocks; with `split` each copies a part, and gets the rest from its
+peers.
+"""
 
 from __future__ import annotations
 
@@ -18,4 +22,6 @@ _SLOTS = {"cuda": 3, "cpu": 2}
 def build(setting: Setting) -> Teacher:
     """Streams through fixed slots; `--resident_blocks` of each expert stay on the GPU."""
     slots = _SLOTS[setting.world.device.type]
-    return build_from_host_copy(setting, slots=slots, resident_blocks=setting.config.resident_blocks)
+    config = setting.config
+    split = config.stream_fetch == "split"  # `auto` is settled by the plan; with no plan it is own
+    return build_from_host_copy(setting, slots=slots, resident_blocks=config.resident_blocks, split=split)

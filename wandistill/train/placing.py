@@ -18,6 +18,7 @@ from wandistill.errors import ConfigError, WandistillError
 from wandistill.launch.question import Question
 from wandistill.models.wan import WanFolder
 from wandistill.planner.decide import Decision, decide, paragraph
+from wandistill.planner.fetch import OWN, SPLIT, no_split
 from wandistill.planner.from_config import request_of_config
 from wandistill.planner.measured import BlockProbes, RankProbe, measured_machines, measured_rates
 from wandistill.planner.placements import Placement
@@ -46,9 +47,8 @@ class Settled:
     def prompt_cost(self) -> PrepareCost:
         """What the caches take for one prompt with one rollout."""
         row, steps = self.decision.row, self.config.rollout_steps
-        return prepare_cost(
-            self.decision.plan.request, row.placement, row.places, prompts=1, rollout_steps=steps, rates=self.rates
-        )
+        request = row.settled(self.decision.plan.request)
+        return prepare_cost(request, row.placement, row.places, prompts=1, rollout_steps=steps, rates=self.rates)
 
     def to_json(self) -> dict[str, Any]:
         """The parts of run.json that say what was measured and planned."""
@@ -95,8 +95,7 @@ def settle(config: TrainConfig, folder: WanFolder, spec: StudentSpec, world: Wor
     settled = Settled(placed, outcome, probes, blocks, rates, seconds)
     if world.is_main:
         _log.info(paragraph(outcome))
-        note = _slow_half(settled)
-        if note:
+        for note in filter(None, (_slow_half(settled), _unsplit(config, outcome))):
             _log.warning(f"note: {note}")
     return settled
 
@@ -122,6 +121,13 @@ def _check(own: PlanRequest, planned: PlanRequest, world: World) -> None:
                 f"rank {rank} was started with other settings than rank 0: {'; '.join(found)}. Start all ranks with "
                 "the same command."
             )
+
+
+def _unsplit(asked: TrainConfig, decision: Decision) -> str:
+    """What to say of a split fetch that was asked for and cannot be."""
+    if asked.stream_fetch != SPLIT or decision.settings.get("stream_fetch") != OWN:
+        return ""
+    return f"--stream_fetch split: {no_split(decision.plan.request)}; it has no effect here."
 
 
 def _slow_half(settled: Settled) -> str:

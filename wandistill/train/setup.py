@@ -134,6 +134,7 @@ def _ineffective(config: TrainConfig, folder: WanFolder, world: World) -> list[s
         only(("custom",), "teacher_device_map"),
         only(("balanced", "sequential"), "max_memory"),
         only(("stream",), "resident_blocks"),
+        only(("stream",), "stream_fetch"),
         only(("disk",), "disk_buffer"),
         (config.ema_device != "gpu" and config.ema_decay == 0, "--ema_device: --ema_decay is 0, there is no average"),
         (config.student_parallel == "fsdp" and world.size == 1, "--student_parallel fsdp: one rank shards nothing"),

@@ -65,6 +65,10 @@ CASES = (
         for case in (RESIDENT, STREAM, SHARDED)
     ),
     STREAM,
+    Case(
+        "stream-split", "stream", ranks=(2,), link="host", settings={"stream_fetch": "split"}, host=_both(1.0),
+        repeats=10,
+    ),
     Case("offload", "offload", link="host", host=_both(1.0)),
     Case("disk", "disk", shapes=_ONE_SMALL, warm_up=1, repeats=2),
     Case("cpu", "cpu", shapes=_ONE_SMALL, warm_up=1, repeats=1, host=_both(1.0)),

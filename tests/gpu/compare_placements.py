@@ -154,7 +154,9 @@ def compare(teacher: str, world: World, folder: Path, output: Path) -> None:
     """What a rank does with a teacher; rank 0 appends the rows of all."""
     torch.backends.cuda.matmul.allow_tf32 = False
     here, ranks = Ranks(world, folder), world.size
-    cases = [Case("targets", str(ranks), name, teacher, settings={"teacher_dtype": "bfloat16"}) for name in BUILDERS]
+    asked = [(name, "") for name in BUILDERS] + [("stream", "split")] * (ranks > 1)
+    dtype = {"teacher_dtype": "bfloat16"}
+    cases = [Case("targets", str(ranks), name, teacher, variant, dtype) for name, variant in asked]
     plain = here.setting(cases[0])
     exact, _ = resident_answers(plain, torch.float32)
     resident, resident_peak = resident_answers(plain, torch.bfloat16)
@@ -172,7 +174,7 @@ def compare(teacher: str, world: World, folder: Path, output: Path) -> None:
             row = {
                 "teacher": teacher,
                 "ranks": ranks,
-                "placement": case.placement,
+                "placement": f"{case.placement} {case.variant}".rstrip(),
                 "bit_equal": all(one["distance"] == 0 for one in everyone),
                 "distance_to_resident": max(one["distance"] for one in everyone),
                 "distance_to_float32": max(one["to_float32"] for one in everyone),

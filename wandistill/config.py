@@ -190,7 +190,14 @@ class TrainConfig:
     max_memory: str = _option(
         "", "most teacher bytes on each GPU, such as 20GiB, for balanced and sequential", "teacher", identity=False
     )
-    resident_blocks: int = _option(0, "blocks that stream keeps on the GPU", "teacher", identity=False)
+    resident_blocks: str = _option(
+        "auto",
+        "blocks of each expert that stream keeps on the GPU; auto: where the link is the bound, as many as the GPU has "
+        "room for",
+        "teacher",
+        identity=False,
+        metavar="auto|N",
+    )
     stream_fetch: str = _option(
         "auto",
         "how stream brings blocks to the ranks of a node: own: each copies whole blocks from host memory; split: each "
@@ -283,6 +290,11 @@ class TrainConfig:
     def guidance_low(self) -> float:
         """Guidance of the low-noise expert."""
         return self.guidance_scale_2 or self.guidance_scale
+
+    @property
+    def kept_blocks(self) -> int | None:
+        """`resident_blocks` as a number; None: the plan says how many."""
+        return None if self.resident_blocks == "auto" else int(self.resident_blocks)
 
     def identity(self) -> dict[str, Any]:
         """The values that a resumed run must share with the one it continues."""
@@ -392,6 +404,8 @@ def json_schema() -> dict[str, Any]:
         entry: dict[str, Any] = {"type": kinds[_TYPES[name]], "description": spec.metadata["help"]}
         if spec.metadata["choices"]:
             entry["enum"] = list(spec.metadata["choices"])
+        if name == "resident_blocks":
+            entry |= {"type": ["integer", "string"], "pattern": "^(auto|[0-9]+)$", "minimum": 0}
         properties[name] = entry | {"default": spec.default}
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
@@ -459,7 +473,6 @@ _NOT_NEGATIVE = (
     "guidance_scale_2",
     "flow_shift",
     "sample_interval",
-    "resident_blocks",
     "teacher_micro_batch",
     "max_replans",
     "seed",
@@ -473,6 +486,8 @@ def _check_ranges(config: TrainConfig) -> None:
     for name in _NOT_NEGATIVE:
         if getattr(config, name) < 0:
             raise ConfigError(f"--{name} {getattr(config, name)}: must not be negative.")
+    if config.resident_blocks != "auto" and not config.resident_blocks.isdecimal():
+        raise ConfigError(f"--resident_blocks {config.resident_blocks}: must be a whole number, or auto.")
     for name in ("lr", "max_grad_norm", "guidance_scale"):
         if getattr(config, name) <= 0:
             raise ConfigError(f"--{name} {getattr(config, name)}: must be above 0.")

@@ -122,6 +122,15 @@ def test_numbers_arrive_as_written(tmp_path):
     assert (resolved.seed, resolved.lr, resolved.max_steps) == (4294967295, 1e-5, 1_000_000)
 
 
+def test_resident_blocks_are_a_number_or_left_to_the_plan():
+    assert parse().kept_blocks is None and parse("--resident_blocks", "auto").kept_blocks is None
+    assert parse("--resident_blocks", "0").kept_blocks == 0
+    assert config.from_mapping({"resident_blocks": 12}).kept_blocks == 12
+    for wrong in ("-1", "all", "1.5"):
+        with pytest.raises(ConfigError, match=f"--resident_blocks {wrong}: must be a whole number, or auto"):
+            parse(f"--resident_blocks={wrong}")
+
+
 def test_the_schema_has_every_setting_and_nothing_else():
     schema = config.json_schema()
     assert set(schema["properties"]) == set(config.FIELDS)

@@ -54,6 +54,8 @@ def fallbacks(request, memory, shm):
             return
         tried.append(remedy.changes)
         known = {name: value for name, value in remedy.changes.items() if name != "max_memory"}
+        if "resident_blocks" in known:
+            known["resident_blocks"] = int(known["resident_blocks"])
         request = request.change(placement=known.pop("teacher_device_strategy"), **known)
         yield request
 

@@ -62,6 +62,8 @@ def applied(request: PlanRequest, changes: Mapping[str, object]) -> PlanRequest:
         values |= {"student": spec.architecture, "student_name": spec.name}
     if "max_memory" in values:
         values["max_memory"] = parse_bytes(str(values["max_memory"]))
+    if "resident_blocks" in values:
+        values["resident_blocks"] = int(values["resident_blocks"])
     return request.change(**values)
 
 

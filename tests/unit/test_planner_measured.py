@@ -112,7 +112,7 @@ def test_auto_says_why_and_what_was_against_the_faster_ones() -> None:
     decision = decide(ask([rank(card())], gradient_checkpointing=True))
     assert decision.strategy == "stream"
     said = paragraph(decision)
-    assert said.startswith("teacher: stream --stream_fetch own (the fastest of the ")
+    assert said.startswith("teacher: stream --stream_fetch own --resident_blocks ")
     assert "on each GPU at most" in said and "a step" in said and "Not gpu: rank 0's GPU lacks" in said
 
 
@@ -121,7 +121,7 @@ def test_ranks_share_the_fetch_only_where_the_probe_saw_that_their_gpus_reach_ea
     reached: bool, fetch: str
 ) -> None:
     h100 = card(name="NVIDIA H100 80GB HBM3", capability=(9, 0), total=79 * GIB, free=78 * GIB, peer_access=reached)
-    request = ask([rank(h100)] * 2, teacher_device_strategy="stream", batch_size=1, guidance_scale=1.0)
+    request = ask([rank(h100)] * 2, teacher_device_strategy="stream", guidance_scale=1.0, resident_blocks=0)
     assert plan(request).row(Placement.STREAM).settings["stream_fetch"] == fetch
 
 

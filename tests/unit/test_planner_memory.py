@@ -16,6 +16,7 @@ from wandistill.planner.plan import plan
 from wandistill.planner.records import shard_bytes, teacher_bytes
 from wandistill.planner.request import OPTIMIZERS, TEACHER_DTYPES, Machines, PlanRequest
 from wandistill.planner.student_memory import student_bytes
+from wandistill.planner.teacher_memory import records
 from wandistill.planner.terms import total
 from wandistill.student_config import student_spec
 from wandistill.units import GIB, parse_bytes
@@ -35,6 +36,7 @@ def ask(
     teacher = find_model(model)
     machines = Machines(find_gpu(gpu) if gpu else None, ranks, settings.pop("nodes", 1), parse_bytes(host), cores=16)
     spec = student_spec(student, teacher.architecture)
+    settings = {"resident_blocks": 0, **settings}
     return PlanRequest(teacher, spec.architecture, spec.name, machines, *size, **settings)
 
 
@@ -96,6 +98,17 @@ def test_blocks_from_elsewhere_take_a_few_slots_of_the_gpu(placement: Placement,
     row = plan(ask()).row(placement)
     assert 0 < row.ranks[0].size("teacher slots") <= most * GIB
     assert row.ranks[0].size("teacher weights") == 0
+
+
+def test_blocks_that_stream_keeps_by_itself_leave_the_margin_free() -> None:
+    for gpu in ("rtx-3090", "a100-40gb", "a100-80gb"):
+        row = plan(ask(gpu=gpu, gradient_checkpointing=True, resident_blocks=None)).row(Placement.STREAM)
+        none = plan(ask(gpu=gpu, gradient_checkpointing=True)).row(Placement.STREAM)
+        kept = int(row.settings["resident_blocks"])
+        block = (row.peak - none.peak) / max(2 * kept, 1)
+        assert row.within_margin == none.within_margin
+        assert kept == 0 or block == records(ask(), Placement.STREAM).block
+    assert int(plan(ask(gpu=None, resident_blocks=None)).row(Placement.STREAM).settings["resident_blocks"]) == 0
 
 
 def test_resident_blocks_of_stream_stay_on_the_gpu() -> None:

@@ -47,7 +47,7 @@ GOLDEN = {
     ("1x48 GB", "float8"): ("gpu", "gpu stream offload disk cpu"),
     ("2x24 GB", "bfloat16"): ("stream", "stream offload disk cpu"),
     ("2x24 GB", "float8"): ("stream", "stream offload disk cpu"),
-    ("4x40 GB", "bfloat16"): ("sharded", "balanced sequential sharded stream offload disk cpu"),
+    ("4x40 GB", "bfloat16"): ("stream", "balanced sequential sharded stream offload disk cpu"),
     ("4x40 GB", "float8"): ("sharded", "gpu0 balanced sequential sharded stream offload disk cpu"),
     ("CPU only", "bfloat16"): ("gpu", "gpu stream offload disk cpu"),
     ("CPU only", "float8"): ("gpu", "gpu stream offload disk cpu"),

@@ -28,6 +28,7 @@ def ask(gpu: str, ranks: int, batch: int = 1, **settings: Any) -> PlanRequest:
     teacher = find_model("wan2.2-t2v-a14b")
     machines = Machines(find_gpu(gpu), ranks, 1, 1024 * GIB, cores=16)
     spec = student_spec("1b", teacher.architecture)
+    settings = {"resident_blocks": 0, **settings}
     return PlanRequest(teacher, spec.architecture, "1b", machines, 832, 480, batch_size=batch, **settings)
 
 
@@ -170,6 +171,24 @@ def test_compiled_blocks_spare_time_on_a_gpu_where_compute_is_what_a_step_waits_
     plain, compiled = (plan(ask("h100-80gb", 1, guided=False, teacher_compile=flag)) for flag in (False, True))
     link = teacher_seconds(plain, Placement.STREAM)
     assert 0.95 * link < teacher_seconds(compiled, Placement.STREAM) <= link
+
+
+def test_stream_keeps_the_blocks_whose_copies_compute_would_wait_for_as_far_as_they_find_room() -> None:
+    def kept(gpu: str, batch: int, **settings: Any) -> int:
+        row = plan(ask(gpu, 1, batch, **{"guided": False, "resident_blocks": None, **settings})).row(Placement.STREAM)
+        assert row.within_margin
+        return int(row.settings["resident_blocks"])
+
+    assert kept("h100-80gb", 8) == 0
+    waiting = kept("h200-141gb", 1)
+    assert 0 < waiting < 40
+    few = plan(ask("h200-141gb", 1, guided=False, resident_blocks=waiting - 2)).row(Placement.STREAM)
+    enough = plan(ask("h200-141gb", 1, guided=False, resident_blocks=waiting + 2)).row(Placement.STREAM)
+    none_waits = plan(ask("h200-141gb", 1, guided=False, resident_blocks=None)).row(Placement.STREAM)
+    assert few.time and enough.time and none_waits.time
+    assert few.time.teacher > none_waits.time.teacher == pytest.approx(enough.time.teacher, rel=0.03)
+    assert 0 < kept("h100-80gb", 1) < waiting  # for want of room
+    assert kept("h200-141gb", 1, resident_blocks=3) == 3
 
 
 def test_micro_batches_share_one_pass_over_the_link() -> None:

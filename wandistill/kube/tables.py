@@ -269,7 +269,9 @@ class _Answers:
             for row, card in zip(rows, self.cards, strict=True)
         )
         sized = row_sizes(self.request, there[-1])
-        needed = "" if name == Placement.SEQUENTIAL.value else _gigabytes(max(row.peak for row in there))
+        # Where it does not fit stream keeps no block.
+        refused = [row.peak for row, letter in zip(rows, letters, strict=True) if row and row.node and letter == NO]
+        needed = "" if name == Placement.SEQUENTIAL.value else _gigabytes(max(refused or [there[0].peak]))
         self.cells[name] = Cell(letters, needed, sized.memory, sized.shm)
 
     def _letter(self, peak: int, card: Gpu | None, name: str) -> str:

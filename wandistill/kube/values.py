@@ -295,7 +295,8 @@ def schema() -> dict[str, Any]:
     settings = config_schema()["properties"]
     for entry in settings.values():
         entry.pop("default")
-        entry["type"] = [entry["type"], "null"]  # null takes a setting of a preset away
+        kinds = entry["type"] if isinstance(entry["type"], list) else [entry["type"]]
+        entry["type"] = [*kinds, "null"]  # null takes a setting of a preset away
         if "enum" in entry:
             entry["enum"].append(None)
     made["properties"]["training"]["properties"] = settings

@@ -23,6 +23,7 @@ _MOST = 6
 REPLANNED = (
     "teacher_device_strategy",
     "max_memory",
+    "resident_blocks",
     "gradient_checkpointing",
     "batch_size",
     "gradient_accumulation_steps",
@@ -87,6 +88,8 @@ def without_room(request: PlanRequest, kind: Kind, limit: int | None = None) -> 
     device = on_device(kind, request)
     most = peak_of(row, device) - 1
     if device:
+        # As many blocks as were kept before are not to be kept again.
+        request = request.change(resident_blocks=None)
         return request.change_machines(gpu_memory=min(request.machines.device_memory, most))
     known = [request.machines.host_memory, most, *([limit] if limit else [])]
     return request.change_machines(host_memory=min(known))
@@ -96,7 +99,7 @@ def remedies(request: PlanRequest, kind: Kind, limit: int | None = None) -> list
     """What makes it fit, the cheapest first: another placement, then one other setting, then as few as are enough."""
     lacking = without_room(request, kind, limit)
     device = on_device(kind, request)
-    before = peak_of(plan(lacking).row(Placement(request.placement)), device)
+    before = peak_of(plan(request).row(Placement(request.placement)), device)
     found = [*_placements(lacking, before, device), *_settings(lacking, before, device)]
     if not found:
         found = list(_several(lacking, before, device))
@@ -114,7 +117,7 @@ def replacement(
     """
     lacking = without_room(request, kind, limit)
     device = on_device(kind, request)
-    before = peak_of(plan(lacking).row(Placement(request.placement)), device)
+    before = peak_of(plan(request).row(Placement(request.placement)), device)
     if lacking.teacher_rank_trains == "auto":  # a rank that does not train has no share of the global batch
         lacking = lacking.change(teacher_rank_trains="yes")
     for smaller in _smaller(lacking):

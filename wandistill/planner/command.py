@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wandistill.catalog import Gpu, find_gpu, find_model, find_node
-from wandistill.config import FIELDS, TrainConfig, parse_resolution
+from wandistill.config import FIELDS, TrainConfig, from_mapping, parse_resolution
 from wandistill.device_map import read_device_map
 from wandistill.errors import ConfigError, ExitCode, WandistillError
 from wandistill.planner import report
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("feature_weight", type=float, default=_DEFAULTS.feature_weight, help=_help("feature_weight"))
     flag("embeddings", choices=("cached", "online"), default=_DEFAULTS.embeddings, help=_help("embeddings"))
     flag("no_save_samples", action="store_true", help="draw no samples during training")
-    flag("resident_blocks", type=int, default=_DEFAULTS.resident_blocks, help=_help("resident_blocks"))
+    flag("resident_blocks", default="auto", help=_help("resident_blocks"), metavar="auto|N")
     flag("stream_fetch", choices=("auto", "own", "split"), default="auto", help=_help("stream_fetch"))
     flag("disk_buffer", default="", help=_help("disk_buffer"))
     flag("max_memory", default="", help=_help("max_memory"))
@@ -165,7 +165,7 @@ def request_of(args: argparse.Namespace) -> PlanRequest:
         features=args.feature_weight > 0,
         embeddings=args.embeddings,
         save_samples=not args.no_save_samples,
-        resident_blocks=args.resident_blocks,
+        resident_blocks=from_mapping({"resident_blocks": args.resident_blocks}).kept_blocks,
         stream_fetch=args.stream_fetch,
         disk_buffer=parse_bytes(args.disk_buffer) if args.disk_buffer else None,
         max_memory=parse_bytes(args.max_memory) if args.max_memory else None,

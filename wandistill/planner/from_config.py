@@ -51,7 +51,7 @@ def request_of_config(
         targets=config.targets,
         save_samples=config.save_samples,
         checkpoints=min(config.keep_checkpoints + 1, _written(config)),
-        resident_blocks=config.resident_blocks,
+        resident_blocks=config.kept_blocks,
         stream_fetch=config.stream_fetch,
         disk_buffer=parse_bytes(config.disk_buffer) if config.disk_buffer else None,
         share_dir=bool(config.share_dir),

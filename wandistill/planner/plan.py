@@ -14,7 +14,7 @@ from wandistill.planner.request import PlanRequest
 from wandistill.planner.student_memory import StudentMemory, student_memory
 from wandistill.planner.teacher_memory import records, spread
 from wandistill.planner.terms import Phases, Term
-from wandistill.planner.timing import StepTime, step_time, with_fetch
+from wandistill.planner.timing import StepTime, blocks_to_keep, step_time, with_fetch
 from wandistill.units import format_bytes
 
 # Where memory lacks: on the node, beside the GPU of a rank.
@@ -64,8 +64,11 @@ class Row:
         return max((rank.peak for rank in self.ranks), default=0)
 
     def settled(self, request: PlanRequest) -> PlanRequest:
-        """`request` with the fetch that the plan settled."""
-        return request.change(stream_fetch=self.settings.get("stream_fetch", request.stream_fetch))
+        """`request` with what the plan settled of `stream`."""
+        if self.placement is not Placement.STREAM or not self.settings:
+            return request
+        kept = int(self.settings["resident_blocks"])
+        return request.change(stream_fetch=self.settings["stream_fetch"], resident_blocks=kept)
 
 
 @dataclass(frozen=True)
@@ -142,10 +145,10 @@ def _evaluate(
         if placement is Placement.SEQUENTIAL and room is not None:
             settings["max_memory"] = str(request.max_memory or room)
     if placement is Placement.STREAM:
+        if request.resident_blocks is None:
+            request = request.change(resident_blocks=_resident_blocks(request, student, rates))
         timed = with_fetch(request, rates)
-        settings["stream_fetch"] = timed.stream_fetch
-        if request.resident_blocks:
-            settings["resident_blocks"] = str(request.resident_blocks)
+        settings = {"stream_fetch": timed.stream_fetch, "resident_blocks": str(request.resident_blocks)}
     ranks = _ranks(request, student, placement, places, serves_only=serves_only)
     local = ranks[: machines.ranks]
     node = node_memory(request, student, placement, local, places)
@@ -203,6 +206,17 @@ def _ranks(
             made[kind] = rank_memory(request, student, placement, rank, places, trains=trains)
         ranks.append(made[kind])
     return ranks
+
+
+def _resident_blocks(request: PlanRequest, student: StudentMemory, rates: Rates | None) -> int:
+    """Blocks of each expert that `stream` keeps on the GPU: as many as spare time, if the margin stays free."""
+    wanted = blocks_to_keep(request, rates) if request.on_gpu else 0
+    if not wanted:
+        return 0
+    bare = request.change(resident_blocks=0)
+    peak = max(rank.peak for rank in _ranks(bare, student, Placement.STREAM, None, serves_only=False))
+    room = int(request.machines.device_memory * (1 - request.memory_margin)) - peak
+    return max(min(wanted, room // (request.model.experts * records(bare, Placement.STREAM).block)), 0)
 
 
 def _room(request: PlanRequest, student: StudentMemory) -> int:

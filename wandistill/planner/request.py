@@ -74,7 +74,7 @@ class PlanRequest:
     targets: str = "online"
     save_samples: bool = True
     checkpoints: int = 3  # on disk at once: those that are kept, and the one that is being written
-    resident_blocks: int = 0
+    resident_blocks: int | None = None  # None: as many as spare time and find room
     stream_fetch: str = "auto"
     disk_buffer: int | None = None
     share_dir: bool = False  # the host copy is a file on a disk, which cannot be pinned

@@ -102,7 +102,7 @@ def weight_terms(request: PlanRequest, placement: Placement, rank: int, places: 
         return [wide]
     size = slots * own.block + own.outer
     formula = f"{slots} x {format_bytes(own.block)} + outside the blocks {format_bytes(own.outer)}"
-    resident = request.resident_blocks if placement is Placement.STREAM else 0
+    resident = (request.resident_blocks or 0) if placement is Placement.STREAM else 0
     kept = experts * resident * own.block
     return [
         Term("teacher weights", kept, f"{many}{resident} resident blocks x {format_bytes(own.block)}"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from wandistill.device_map import DeviceMap
@@ -179,7 +180,15 @@ def _compute(request: PlanRequest, placement: Placement, rates: Rates) -> float:
 
 def _streamed(request: PlanRequest, own: TeacherBytes) -> int:
     """Bytes of an expert's blocks that `stream` brings to each rank in a step."""
-    return (own.layers - request.resident_blocks) * own.block
+    return (own.layers - (request.resident_blocks or 0)) * own.block
+
+
+def blocks_to_keep(request: PlanRequest, rates: Rates | None = None) -> int:
+    """How many of an expert's blocks `stream` must keep on the GPU so that compute hides the link; all, if none do."""
+    rates = rates or catalogue_rates(request.machines)
+    own = records(request, Placement.STREAM)
+    link = fetch_seconds(request, rates, own.layers * own.block, OWN)
+    return max(math.ceil(own.layers * (1 - _compute(request, Placement.STREAM, rates) / link)), 0)
 
 
 def with_fetch(request: PlanRequest, rates: Rates | None = None) -> PlanRequest:

@@ -23,5 +23,6 @@ def build(setting: Setting) -> Teacher:
     """Streams through fixed slots; `--resident_blocks` of each expert stay on the GPU."""
     slots = _SLOTS[setting.world.device.type]
     config = setting.config
-    split = config.stream_fetch == "split"  # `auto` is settled by the plan; with no plan it is own
-    return build_from_host_copy(setting, slots=slots, resident_blocks=config.resident_blocks, split=split)
+    # What is left to the plan is settled here; with no plan every rank fetches alone and keeps nothing.
+    split = config.stream_fetch == "split"
+    return build_from_host_copy(setting, slots=slots, resident_blocks=config.kept_blocks or 0, split=split)

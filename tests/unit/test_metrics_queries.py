@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.metrics.prometheus import UNRECORDED
+from tests.metrics.replay import recorded
 from wandistill.metrics.dashboards.__main__ import DASHBOARDS, write
-from wandistill.metrics.names import METRICS, series_names
+from wandistill.metrics.names import METRICS, Scope, series_names
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "wandistill"
@@ -45,6 +47,12 @@ def test_every_series_that_is_asked_for_is_in_the_table():
 def test_every_metric_of_the_table_is_asked_for():
     asked = {name for query in queries() for name in names_in(query)}
     assert [name for name, metric in METRICS.items() if not asked & set(metric.series)] == []
+
+
+def test_a_recording_of_a_gpu_has_every_metric_of_gpus_but_those_that_are_newer():
+    (record,) = recorded(ROOT / "tests" / "metrics" / "recorded")
+    told = {name for name, metric in METRICS.items() if metric.scope is Scope.RANK and "_gpu_" in name}
+    assert told - set(record["samples"]) == UNRECORDED
 
 
 def test_every_label_value_that_is_asked_for_is_one_that_the_table_has():

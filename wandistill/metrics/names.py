@@ -89,6 +89,8 @@ OOM_EXITS = ("0", "1", "137", "other")
 STATES = ("pending", "running", "succeeded", "failed")
 GPU_STATES = ("allocated", "reserved", "peak", "total", "free", "other")
 TERMS = ("teacher", "slots", "student", "gradients", "optimizer", "average", "activations", "encoders", "runtime")
+# The runtime's memory is not torch's allocator's.
+MEASURED_TERMS = tuple(term for term in TERMS if term != "runtime")
 # Seconds; from a CPU's small step to a 14 B teacher read from disk.
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -116,6 +118,23 @@ _TABLE = (
         Kind.GAUGE,
         Scope.RANK,
         "The plan's max_memory_allocated, to be compared with the state peak",
+        "bytes",
+    ),
+    Metric(
+        "wandistill_rank_gpu_memory_measured_bytes",
+        Kind.GAUGE,
+        Scope.RANK,
+        "What torch has allocated, by term: what lasts counted from its tensors, activations as the growth since a "
+        "step of the last second, or other work, began",
+        "bytes",
+        {"term": MEASURED_TERMS},
+    ),
+    Metric(
+        "wandistill_rank_gpu_memory_unattributed_bytes",
+        Kind.GAUGE,
+        Scope.RANK,
+        "What was allocated when that step or work began and is of no term, such as a library's workspace or a leak; "
+        "with the measured terms it adds up to the state allocated",
         "bytes",
     ),
     Metric(

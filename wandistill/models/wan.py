@@ -15,6 +15,7 @@ from torch import Tensor
 
 from wandistill.architecture import WanArchitecture
 from wandistill.errors import ConfigError
+from wandistill.models.held import hold
 from wandistill.models.wan_files import WanFiles, read_files
 from wandistill.models.wan_hub import resolve_folder
 from wandistill.teacher.base import Expert
@@ -136,7 +137,7 @@ class WanFolder:
         """The text encoder in `dtype` on `device`, frozen."""
         from transformers import UMT5EncoderModel
 
-        return self._load(UMT5EncoderModel, "text_encoder", dtype, device)
+        return self._held(self._load(UMT5EncoderModel, "text_encoder", dtype, device))
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The text encoder's tokenizer."""
@@ -148,7 +149,12 @@ class WanFolder:
         """The VAE in float32 on `device`, frozen (in half precision Wan's VAE loses quality, so diffusers advises)."""
         from diffusers import AutoencoderKLWan
 
-        return self._load(AutoencoderKLWan, "vae", torch.float32, device)
+        return self._held(self._load(AutoencoderKLWan, "vae", torch.float32, device))
+
+    @staticmethod
+    def _held(encoder: Any) -> Any:
+        hold("encoders", [*encoder.parameters(), *encoder.buffers()])
+        return encoder
 
     def _load(self, model_class: Any, component: str, dtype: torch.dtype, device: torch.device | str) -> Any:
         """A component through its library's own loader, tensor by tensor, which keeps its float32 modules."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wandistill.errors import ConfigError
+from wandistill.models.held import hold
 from wandistill.models.weights import with_one_block
 from wandistill.teacher.base import Teacher
 from wandistill.teacher.copy_stream import CopyStream
@@ -72,6 +73,7 @@ class Assembly:
             assert stored is not None
             kept[record] = stored.to(self.device, copy=True)
             source.give(None)
+        hold("teacher", kept.values())
         return kept
 
     def engine(

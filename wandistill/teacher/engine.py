@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from wandistill.models.forward import BlockState, embed, run_block, unembed
+from wandistill.models.held import hold
 from wandistill.teacher.base import Expert, Prompt, Request, TeacherOutput
 from wandistill.teacher.compiled import compile_block
 from wandistill.teacher.copy_stream import CopyStream
@@ -95,6 +96,7 @@ class Blocks:
         self._wide: Tensor | None = None
         if layout.wide is not None:
             self._wide = torch.empty(layout.wide.size, dtype=torch.uint8, device=device)
+            hold("slots", [self._wide])
         self._stored: dict[int, dict[str, Tensor]] = {}  # by address: the tensors of records that are widened
 
     def expect(self, expert: Expert) -> None:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from wandistill.models.held import hold
 from wandistill.teacher.copy_stream import CopyStream, Mark
 from wandistill.teacher.host_copy import HostCopy
 from wandistill.teacher.layout import Record
@@ -151,9 +152,9 @@ class Slots:
         self._expected = 0
         # The memory may have been another tensor's until now.
         free = stream.mark()
-        self._free: deque[tuple[Tensor, Mark | None]] = deque(
-            (torch.empty(size, dtype=torch.uint8, device=device), free) for _ in range(count)
-        )
+        slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
+        hold("slots", slots)
+        self._free: deque[tuple[Tensor, Mark | None]] = deque((slot, free) for slot in slots)
         self._loaded: deque[tuple[Tensor, Mark | None]] = deque()
         self._out: deque[Tensor] = deque()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from wandistill.models.held import hold
 from wandistill.teacher.copy_stream import Mark
 from wandistill.teacher.host_memory import HostBuffers
 from wandistill.teacher.layout import Field, Record, RecordLayout, TeacherLayout
@@ -70,6 +71,7 @@ Read = Callable[[Record, Tensor], None]  # puts a record in a buffer on the CPU,
 def load(read: Read, sizes: Mapping[Record, int], device: torch.device) -> dict[Record, Tensor]:
     """Records of these sizes in bytes on `device`, each in memory of its own."""
     loaded = {record: torch.empty(size, dtype=torch.uint8, device=device) for record, size in sizes.items()}
+    hold("teacher", loaded.values())
     read_into(read, loaded, device)
     return loaded
 

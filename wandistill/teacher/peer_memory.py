@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from wandistill.models.held import hold
 from wandistill.teacher.transport import Transport
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ def peer_memory(size: int, world: World, transport: Transport) -> PeerMemory:
         torch.cuda.can_device_access_peer(device, index) for index in range(world.local_size) if index != device.index
     )
     if world.any(not reachable):
-        return PeerMemory(torch.empty(size, dtype=torch.uint8, device=device), None)
+        own = torch.empty(size, dtype=torch.uint8, device=device)
+        # What peers can read, below, is not torch's allocator's, which the metrics' terms add up to.
+        hold("teacher", [own])
+        return PeerMemory(own, None)
     from torch.distributed import _symmetric_memory as symmetric
 
     # Reading needs no multicast, which some hosts offer and then fail to set up.

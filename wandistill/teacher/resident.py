@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from wandistill.models.forward import forward
+from wandistill.models.held import hold
 from wandistill.teacher.base import Expert, Prompt, Request, TeacherOutput
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class ResidentTeacher:
         micro_batch: int = 0,
     ) -> None:
         self._models = {expert: model.to(device) for expert, model in models.items()}
+        for model in self._models.values():
+            hold("teacher", [*model.parameters(), *model.buffers()])
         self._device = device
         self._expand_timesteps = expand_timesteps
         self._micro_batch = micro_batch

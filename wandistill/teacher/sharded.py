@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from wandistill.models.held import hold
 from wandistill.models.weights import with_one_block
 from wandistill.teacher.base import Expert, Teacher
 from wandistill.teacher.compiled import compile_block
@@ -97,9 +98,9 @@ class ShardSlots:
         self._expected: deque[Record] = deque()
         # The memory may have been another tensor's until now.
         free = CopyStream(device).mark()
-        self._free: deque[tuple[Tensor, Mark | None]] = deque(
-            (torch.empty(size, dtype=torch.uint8, device=device), free) for _ in range(count)
-        )
+        slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
+        hold("slots", slots)
+        self._free: deque[tuple[Tensor, Mark | None]] = deque((slot, free) for slot in slots)
         self._coming: deque[tuple[Tensor, Callable[[], None]]] = deque()
         self._out: deque[Tensor] = deque()
 

@@ -80,6 +80,7 @@ class Loop:
 
     Args:
         teacher: the placed teacher, or None with cached targets.
+        on_begin: told, as each step begins, what the steps before left for later: work asked ahead, figures to be told.
         on_step: told (step from 1, figures, the expert) after every optimizer step; only rank 0's figures are written.
         on_nonfinite: told that a step's target or loss is not finite, before the error.
         phase: wraps the parts of a step by the planner's name for them.
@@ -102,12 +103,13 @@ class Loop:
         on_nonfinite: Callable[[], None],
         is_pause: Callable[[int], bool],
         on_pause: Callable[[int, bool], None],
+        on_begin: Callable[[object], None] = lambda left: None,
         phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
         signal_elsewhere: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._config, self._world, self._student, self._teacher = config, world, student, teacher
         self._sampler, self._objective, self._total = sampler, objective, total_steps
-        self._on_step, self._on_nonfinite = on_step, on_nonfinite
+        self._on_begin, self._on_step, self._on_nonfinite = on_begin, on_step, on_nonfinite
         self._is_pause, self._on_pause, self._phase = is_pause, on_pause, phase
         self._signals, self._signal_elsewhere = StopSignals(), signal_elsewhere
         self._ahead: tuple[Step, Sequence[object]] | None = None
@@ -143,6 +145,7 @@ class Loop:
 
     def _step(self, step: int) -> StepFigures:
         config, student = self._config, self._student
+        self._on_begin((self._ahead, self._pending))
         timer = StepTimer(self._world.device)
         with timer.part("step"):
             work, tickets = self._ahead or self._ask(step, timer)

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wandistill.launch.cgroup import MemoryCgroup
+from wandistill.models.held import plain_tensors
 from wandistill.planner.decide import Decision
 from wandistill.planner.outcome import RankUse, planned_rank, profile, side_by_side
 from wandistill.train.distributed import World
@@ -163,12 +162,6 @@ def _terms(student: TrainedStudent, device: torch.device) -> dict[str, int]:
 
 
 def _bytes(tensor: object, device: torch.device) -> int:
-    """Bytes of a tensor on `device`, of a sharded one this rank's part, of an 8-bit moment its parts."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    if not isinstance(tensor, Tensor) or tensor.device != device:
-        return 0
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        return sum(_bytes(getattr(tensor, name), device) for name in names)
-    return tensor.nbytes
+    """Bytes of a tensor on `device`."""
+    plain = plain_tensors(tensor) if isinstance(tensor, Tensor) else ()
+    return sum(part.nbytes for part in plain if part.device == device)

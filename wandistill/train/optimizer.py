@@ -55,11 +55,10 @@ def _on_shards(kind: Any) -> Any:
 
     def rows(tensor: Tensor, like: Tensor) -> Tensor:
         """The values in rows of a block, if moment `like` is kept in 8-bit blocks, else in one row."""
-        local = _local(tensor)
-        if isinstance(local, OptimState8bit):  # a view, as a DTensor holds it, cannot be traced
-            return OptimState8bit(rows(local.codes, like), local.scale, local.qmap, local.signed, local.dtype)
-        moment = _local(like)
-        return local.view(-1, moment.block_size) if isinstance(moment, OptimState8bit) else local.view(-1)
+        part, moment = local(tensor), local(like)
+        if isinstance(part, OptimState8bit):  # a view, as a DTensor holds it, cannot be traced
+            return OptimState8bit(rows(part.codes, like), part.scale, part.qmap, part.signed, part.dtype)
+        return part.view(-1, moment.block_size) if isinstance(moment, OptimState8bit) else part.view(-1)
 
     class OnShards(kind):
         @torch.no_grad()
@@ -129,9 +128,10 @@ class Average:
         """Moves the average towards the parameters after optimizer step `step` (from 0)."""
         weight = 1 - min(self._decay, (1 + step) / (10 + step))
         for name, parameter in module.named_parameters():
-            average = _local(self.weights[name])
-            average.lerp_(_local(parameter.detach()).to(average.device, torch.float32), weight)
+            average = local(self.weights[name])
+            average.lerp_(local(parameter.detach()).to(average.device, torch.float32), weight)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; another as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

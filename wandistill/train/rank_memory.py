@@ -13,6 +13,7 @@ import torch
 
 from wandistill.metrics.snapshot import Sample
 from wandistill.teacher.host_memory import pinned_bytes
+from wandistill.train.measured_terms import MeasuredTerms
 
 _log = logging.getLogger(__name__)
 
@@ -63,10 +64,12 @@ class GpuMemory:
         self._uuid = f"GPU-{properties.uuid}"
         self._name = properties.name
         self._handle = pynvml.nvmlDeviceGetHandleByUUID(self._uuid)
+        self.terms = MeasuredTerms(device, self._allocated)
 
     def samples(self) -> dict[str, list[Sample]]:
         """The samples."""
         memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        counted = self.terms.counted()
         own = torch.cuda.memory_stats(self._device)
         allocated, reserved = own.get("allocated_bytes.all.current", 0), own.get("reserved_bytes.all.current", 0)
         states = {
@@ -81,7 +84,12 @@ class GpuMemory:
             "wandistill_rank_gpu_memory_bytes": [({"state": state}, size) for state, size in states.items()],
             "wandistill_rank_gpu_info": [({"gpu_uuid": self._uuid, "gpu_name": self._name}, 1)],
             "wandistill_rank_gpu_allocator_retries_total": [({}, own.get("num_alloc_retries", 0))],
+            **self.terms.samples(allocated, counted),
         }
+
+    def _allocated(self) -> int:
+        """What torch has allocated, without the work of making flat names for all that it counts."""
+        return int(torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["current"])
 
     def _used_here(self, reserved: int) -> int:
         """What NVML says that this process takes, its CUDA context included.

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -56,6 +56,7 @@ class RankReporter:
         self._checkpoint: dict[str, list[Sample]] = {}
         self._host = HostMemory()
         self._gpu = gpu_memory(world.device) if folder else None
+        self._next_look = 0.0
         self._changed = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -91,8 +92,10 @@ class RankReporter:
         """
         assert phase in PHASES
         before, self._phase = self._phase, phase
+        self._begin_work()
         yield
         self._phase = before
+        self._begin_work()
 
     def describe(self, name: str, **labels: object) -> None:
         """A fact of the run, such as its placement: an `_info` metric."""
@@ -103,13 +106,36 @@ class RankReporter:
         """What the plan says of the rank's GPU."""
         self._predicted = predicted_samples(planned)
 
-    def begin_steps(self, first: int, total: int, checkpoint_interval: int) -> None:
-        """Training goes on after `first` of `total` steps."""
+    def begin_steps(
+        self, first: int, total: int, checkpoint_interval: int, gradients: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Training goes on after `first` of `total` steps.
+
+        Args:
+            gradients: bytes of those that are there, see `TrainedStudent.gradient_bytes`.
+        """
+        if self._gpu is not None:
+            self._gpu.terms.gradients = gradients
         with self._changed:
             self._steps = StepStatistics(total)
             self._steps.begin(first)
             self._facts["wandistill_checkpoint_interval_steps"] = [({}, checkpoint_interval)]
             self._checkpoint = {"wandistill_checkpoint_timestamp_seconds": [({}, round(time.time(), 3))]}
+
+    def begin_step(self, left: object) -> None:
+        """A step begins; where the GPU's memory stands then is looked at once for each snapshot.
+
+        Args:
+            left: by earlier steps for later ones, see `MeasuredTerms.begin`.
+        """
+        if self._gpu is not None and time.monotonic() >= self._next_look:
+            self._gpu.terms.begin(left)
+            self._next_look = time.monotonic() + self._interval
+
+    def _begin_work(self) -> None:
+        if self._gpu is not None:
+            self._gpu.terms.begin()
+            self._next_look = 0.0
 
     def add_step(self, step: int, figures: dict[str, float], expert: Expert) -> None:
         """A step ended, see `StepStatistics.add`."""

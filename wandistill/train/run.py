@@ -334,12 +334,13 @@ def _run_loop(
         on_nonfinite=reporter.add_nonfinite,
         is_pause=is_pause,
         on_pause=on_pause,
+        on_begin=reporter.begin_step,
         phase=memory.phase,
         signal_elsewhere=teacher.lead.stop_signal if teacher.lead is not None else lambda: None,
     )
     try:
         with progress:
-            reporter.begin_steps(first, total, config.checkpoint_interval)
+            reporter.begin_steps(first, total, config.checkpoint_interval, trained.gradient_bytes)
             loop.run(first)
     finally:
         tracker.close()

@@ -23,10 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from wandistill.config import TrainConfig
+from wandistill.models.held import block_bytes, hold
 from wandistill.models.student import Student
 from wandistill.train.distributed import World
 from wandistill.train.norms import norms_in_float32
-from wandistill.train.optimizer import HALF_WEIGHTS, Average, build_optimizer, half_weights, seed_rounding
+from wandistill.train.optimizer import HALF_WEIGHTS, Average, build_optimizer, half_weights, local, seed_rounding
 
 
 class TrainedStudent:
@@ -71,6 +72,10 @@ class TrainedStudent:
         if config.averages:
             device = torch.device("cpu") if config.ema_device == "cpu" else world.device
             self.average = Average(self.module, config.ema_decay, device)
+        self._parameters = [(p, block_bytes(local(p.detach()))) for p in self.module.parameters() if p.requires_grad]
+        self._beside_buckets = False  # whether there are gradients that DDP has not yet put into its buckets
+        self._noted_moments = 0
+        self._note()
 
     def __call__(
         self, x: Tensor, t: Tensor, prompt: Tensor, features: Sequence[int] = ()
@@ -96,10 +101,12 @@ class TrainedStudent:
                 self._average_replicated()
         elif last or self._world.size == 1:
             yield
+            self._beside_buckets = False
         else:
             assert isinstance(self._model, DistributedDataParallel)
             with self._model.no_sync():
                 yield
+            self._beside_buckets = True
 
     def _average_replicated(self) -> None:
         gradients = [p.grad for p in self._replicated if p.grad is not None]
@@ -121,6 +128,8 @@ class TrainedStudent:
         self._stepper.zero_grad()
         if self.average is not None:
             self.average.update(self.module, step)
+        if len(self.optimizer.state) > self._noted_moments:
+            self._note()
         return norm
 
     def _clip(self, max_norm: float) -> Tensor:
@@ -172,6 +181,26 @@ class TrainedStudent:
         set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
         if self.accelerator.scaler is not None and trainer.get("scaler"):
             self.accelerator.scaler.load_state_dict(trainer["scaler"])
+        self._note()
+
+    def _note(self) -> None:
+        """Notes for the metrics what lasts; again where torch makes it anew, as FSDP may in its first step."""
+        hold("student", [*self.module.parameters(), *self.module.buffers()])
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        hold("optimizer", [value for value in moments if isinstance(value, Tensor)])
+        self._noted_moments = len(self.optimizer.state)
+        if self.average is not None:
+            hold("average", self.average.weights.values())
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that are there; may be asked from any thread while this one trains.
+
+        DDP's buckets are there all the time, and its backward changes a gradient for a view of one without Python's
+        lock, so gradients are not looked at then; elsewhere each appears once, and goes under that lock.
+        """
+        if isinstance(self._model, DistributedDataParallel):
+            return (1 + self._beside_buckets) * sum(size for _, size in self._parameters)
+        return sum(size for parameter, size in self._parameters if parameter.grad is not None)
 
     def trainer_state(self) -> dict[str, Any]:
         """What else goes into a checkpoint, as JSON."""

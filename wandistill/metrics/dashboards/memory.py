@@ -16,6 +16,7 @@ def memory() -> Json:
 
 
 def _gpus() -> list[Panel]:
+    unattributed = f"wandistill_rank_gpu_memory_unattributed_bytes{{{RUN}}}"
     states = f'wandistill_rank_gpu_memory_bytes{{state=~"allocated|reserved|peak|free|other", {RUN}}}'
     return [
         Panel(
@@ -24,8 +25,22 @@ def _gpus() -> list[Panel]:
             [Query(states, "rank {{rank}} {{state}}")],
             "bytes",
             "Allocated within reserved, its peak, and what is free or held by other processes.",
+            width=24,
+            height=10,
+            least=0,
+        ),
+        Panel(
+            "Measured GPU memory by term",
+            "timeseries",
+            [
+                Query(f"wandistill_rank_gpu_memory_measured_bytes{{{RUN}}}", "rank {{rank}} {{term}}"),
+                Query(unattributed, "rank {{rank}} unattributed"),
+            ],
+            "bytes",
+            "What torch has allocated at the moment, by what it is for; with the unattributed rest all of it.",
             width=12,
             height=10,
+            stacked=True,
             least=0,
         ),
         Panel(
@@ -40,6 +55,21 @@ def _gpus() -> list[Panel]:
             least=0,
         ),
         Panel(
+            "Unattributed",
+            "timeseries",
+            [
+                Query(
+                    f'{unattributed} / ignoring (state) wandistill_rank_gpu_memory_bytes{{state="allocated", {RUN}}}',
+                    "rank {{rank}}",
+                )
+            ],
+            "percentunit",
+            "Share of the allocated memory that is of no term; what grows from step to step is a leak.",
+            width=6,
+            steps=(("green", None), ("yellow", 0.05)),
+            least=0,
+        ),
+        Panel(
             "Fragmentation",
             "timeseries",
             [
@@ -51,7 +81,7 @@ def _gpus() -> list[Panel]:
             ],
             "percentunit",
             "Share of the reserved memory that is not allocated.",
-            width=12,
+            width=6,
             least=0,
             most=1,
         ),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from wandistill.metrics.exporter import leader as leader_module
 from wandistill.metrics.exporter.api import Refused
@@ -14,6 +17,7 @@ from wandistill.metrics.exporter.exporter import Exporter
 from wandistill.metrics.exporter.leader import Leadership
 from wandistill.metrics.exporter.ledger import MOST_BYTES, MOST_RUNS, Ledger
 from wandistill.metrics.names import CAUSES, METRICS, OOM_EXITS
+from wandistill.metrics.pod import Endpoint
 
 NOW = 1_800_000_000.0
 
@@ -377,3 +381,33 @@ def test_pods_of_other_things_are_no_runs():
     ledger = Ledger()
     assert ledger.update(stranger, NOW) == [] and len(ledger) == 0
     assert ledger.forget(stranger, NOW) == []
+
+
+def test_a_clock_that_is_set_back_lets_no_counter_fall(monkeypatch):
+    api = FakeApi()
+    going, gone = pod(index=0), pod(index=1)
+    api.put(going, gone)
+    exporter = work(api)
+    began = 1_799_996_400.0  # as the containers' startedAt says
+    told = []
+    for hours in (2, 1, 3):
+        monkeypatch.setattr(time, "time", lambda hours=hours: began + 3600 * hours)
+        if hours == 1:
+            api.delete(gone)
+            once(api, exporter)
+        told.append(values(exporter, "wandistill_run_gpu_seconds_total")["job-a",])
+    assert told == [2 * 2 * 7200, 2 * 2 * 7200, 2 * 7200 + 2 * 10800]
+
+
+@pytest.mark.parametrize("name", ['a"b\\c\nd', "x" * 300, "ё{}=,#", "\udcff"])
+def test_a_hostile_job_name_is_a_label_value_and_nothing_else(name):
+    api = FakeApi()
+    api.put(pod(name, kind="master"))
+    endpoint = Endpoint(work(api), 0)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=60) as answer:
+            families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+    finally:
+        endpoint.close()
+    (run,) = {sample.labels["run"] for sample in families["wandistill_run_state"].samples}
+    assert run == name.replace("\udcff", "?")

@@ -21,11 +21,11 @@ class Families:
         `{"counts": [per bucket, the last one beyond all], "sum": seconds}`.
 
         Raises:
-            KeyError, ValueError, TypeError: a name, label or value that the table does not have.
+            KeyError, ValueError, TypeError, OverflowError: a name, label or value that the table does not have.
         """
         metric = METRICS[name]
         _check(metric, labels)
-        samples = list(_samples(metric, {key: labels[key] for key in metric.label_names}, value))
+        samples = list(_samples(metric, {key: _text(labels[key]) for key in metric.label_names}, value))
         family = self._families.get(name)
         if family is None:
             family = self._families[name] = Family(metric.family, metric.help, metric.kind.value, metric.unit)
@@ -42,6 +42,11 @@ def _check(metric: Metric, labels: Mapping[str, str]) -> None:
     for name, values in metric.labels.items():
         if values and labels[name] not in values:
             raise ValueError(f"{metric.name}: {name} is one of {values}, not {labels[name]!r}")
+
+
+def _text(value: object) -> str:
+    """A label's value as both formats can write it: a path or name from the system may have bytes that are no text."""
+    return str(value).encode("utf-8", "replace").decode()
 
 
 def _samples(metric: Metric, labels: dict[str, str], value: Any) -> Iterable[tuple[str, dict[str, str], float]]:

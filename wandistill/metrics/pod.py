@@ -50,7 +50,7 @@ class PodState:
     replans: int = 0
     exit_code: int | None = None
     _oom: Counter[tuple[str, int, str]] = field(default_factory=Counter)
-    _ranks: set[int] = field(default_factory=set)
+    _ranks: dict[int, None] = field(default_factory=dict)  # those seen, the last one last
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count_oom(self, kind: str, rank: int, phase: str) -> None:
@@ -58,19 +58,31 @@ class PodState:
         if kind not in OOM_KINDS or phase not in PHASES:
             raise ValueError(f"an out-of-memory is one of {OOM_KINDS} in one of {PHASES}, not {kind!r} in {phase!r}")
         with self._lock:
-            self._ranks.add(rank)
+            self._see(rank)
             self._oom[kind, rank, phase] += 1
 
     def oom_counts(self, ranks: list[int]) -> dict[tuple[str, int, str], int]:
-        """Counts of all kinds and phases for each rank ever seen: the first event raises a series that is there."""
+        """Counts of all kinds and phases for each rank that was seen: the first event raises a series that is there.
+
+        Of many ranks those seen last are kept, and all that have had an event.
+        """
         with self._lock:
-            self._ranks.update(ranks[:_MOST_RANKS])
+            for rank in ranks[:_MOST_RANKS]:
+                self._see(rank)
             return {
                 (kind, rank, phase): self._oom[kind, rank, phase]
                 for rank in sorted(self._ranks)
                 for kind in OOM_KINDS
                 for phase in PHASES
             }
+
+    def _see(self, rank: int) -> None:
+        self._ranks.pop(rank, None)
+        self._ranks[rank] = None
+        if len(self._ranks) > _MOST_RANKS:
+            struck = {rank for _, rank, _ in self._oom}
+            for spare in [seen for seen in self._ranks if seen not in struck][:1]:
+                del self._ranks[spare]
 
 
 class PodCollector:
@@ -110,7 +122,7 @@ class PodCollector:
                     if name.endswith("timestamp_seconds") and abs(jump) > 1:
                         value += jump
                     families.add(name, {**(rank if scope is Scope.RANK else run), **own}, value)
-                except (KeyError, ValueError, TypeError) as error:
+                except (KeyError, ValueError, TypeError, OverflowError) as error:
                     _log.debug(f"rank {snapshot.rank}: {name} is left out: {error}")
 
     def _pod(self, families: Families, ranks: list[int]) -> None:

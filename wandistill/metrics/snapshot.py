@@ -53,7 +53,7 @@ def mine(rank: int, local_rank: int, node_rank: int) -> Snapshot:
 def write(folder: Path, snapshot: Snapshot) -> bool:
     """Replaces the rank's file; returns False if the disk refuses, which leaves the former whole."""
     snapshot.monotonic, snapshot.wall = time.monotonic(), time.time()
-    final = folder / f"{_PREFIX}{snapshot.rank}{_SUFFIX}"
+    final = folder / _name(snapshot)
     partial = folder / f".{final.name}.{snapshot.pid}"
     try:
         partial.write_text(json.dumps(vars(snapshot)), encoding="utf-8")
@@ -66,24 +66,30 @@ def write(folder: Path, snapshot: Snapshot) -> bool:
     return True
 
 
+def _name(snapshot: Snapshot) -> str:
+    return f"{_PREFIX}{snapshot.rank}{_SUFFIX}"
+
+
 def read_all(folder: Path) -> list[Snapshot]:
-    """The snapshots of the ranks that live, by rank; files of others are removed, unreadable ones passed over."""
+    """The snapshots of the ranks that live, by rank; files of dead ones are removed, others passed over."""
     found = []
     try:
         names = sorted(os.listdir(folder))
     except OSError:
         return []
     for name in names:
+        path = folder / name
+        if name.startswith(f".{_PREFIX}"):
+            _remove_partial(path)
         if not (name.startswith(_PREFIX) and name.endswith(_SUFFIX)):
             continue
-        path = folder / name
         snapshot = _read(path)
         if snapshot is None:
             continue
-        if process_start(snapshot.pid) == snapshot.pid_start:
-            found.append(snapshot)
-        else:
+        if process_start(snapshot.pid) != snapshot.pid_start:
             _remove(path, snapshot)
+        elif name == _name(snapshot):  # else its series would be there twice
+            found.append(snapshot)
     return sorted(found, key=lambda snapshot: snapshot.rank)
 
 
@@ -103,7 +109,7 @@ def _read(path: Path) -> Snapshot | None:
         if path.stat().st_size > _LARGEST:
             return None
         snapshot = Snapshot(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
     numbers = (snapshot.rank, snapshot.local_rank, snapshot.node_rank, snapshot.pid, snapshot.pid_start)
     times = (snapshot.monotonic, snapshot.wall)
@@ -112,11 +118,18 @@ def _read(path: Path) -> Snapshot | None:
 
 
 def _remove(path: Path, dead: Snapshot) -> None:
-    """Removes a dead rank's files, unless a new process of that rank has written meanwhile."""
+    """Removes a dead rank's file, unless a new process of that rank has written meanwhile."""
     current = _read(path)
     if current is None or current.pid != dead.pid:
         return
-    for left in (path, path.with_name(f".{path.name}.{dead.pid}")):
-        # Where that cannot be, the file is passed over at each scrape instead.
+    # Where that cannot be, the file is passed over at each scrape instead.
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _remove_partial(path: Path) -> None:
+    """Removes a file that a rank was writing when it died."""
+    pid = path.suffix.removeprefix(".")
+    if pid.isdecimal() and process_start(int(pid)) is None:
         with contextlib.suppress(OSError):
-            left.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)

@@ -15,6 +15,11 @@ from wandistill.metrics.snapshot import Sample
 _MEDIAN_OF = 101
 
 
+def wall_time(moment: float) -> float:
+    """When `moment` of the monotonic clock was, by the wall clock as it is now: that may have been set meanwhile."""
+    return time.time() - (time.monotonic() - moment)
+
+
 class StepStatistics:
     """Adds up what a rank's steps told.
 
@@ -33,12 +38,11 @@ class StepStatistics:
         self._sums = dict.fromkeys(PARTS, 0.0)
         self._intervals: deque[float] = deque(maxlen=_MEDIAN_OF)
         self._ended = time.monotonic()
-        self._ended_wall = time.time()
 
     def begin(self, step: int) -> None:
         """Training begins after `step` steps."""
         self._step = step
-        self._mark()
+        self._ended = time.monotonic()
 
     def add(self, step: int, figures: Mapping[str, float], expert: str) -> None:
         """Step `step` (from 1) ended.
@@ -47,8 +51,7 @@ class StepStatistics:
             figures: loss, lr, grad_norm, samples (the rank's share), and PART_seconds of `PARTS`.
             expert: the teacher's expert that was asked, of `EXPERTS`.
         """
-        before = self._ended
-        self._mark()
+        before, self._ended = self._ended, time.monotonic()
         self._intervals.append(self._ended - before)
         self._step, self._last, self._expert = step, figures, expert
         self._samples += figures["samples"]
@@ -75,7 +78,7 @@ class StepStatistics:
         """The samples of the rank."""
         found: dict[str, list[Sample]] = {
             "wandistill_step": [({}, self._step)],
-            "wandistill_rank_last_step_timestamp_seconds": [({}, round(self._ended_wall, 3))],
+            "wandistill_rank_last_step_timestamp_seconds": [({}, round(wall_time(self._ended), 3))],
             "wandistill_samples_total": [({}, self._samples)],
             "wandistill_rank_nonfinite_total": [({}, self._nonfinite)],
             "wandistill_step_seconds": [
@@ -95,9 +98,6 @@ class StepStatistics:
         """The samples of the run, which one rank tells."""
         found: dict[str, list[Sample]] = {"wandistill_progress_ratio": [({}, self._step / max(self._total, 1))]}
         if self.median is not None:
-            end = self._ended_wall + self.median * (self._total - self._step)
+            end = wall_time(self._ended) + self.median * (self._total - self._step)
             found["wandistill_predicted_end_timestamp_seconds"] = [({}, round(end))]
         return found
-
-    def _mark(self) -> None:
-        self._ended, self._ended_wall = time.monotonic(), time.time()

@@ -23,7 +23,7 @@ from wandistill.metrics.names import EXPERTS, PHASES
 from wandistill.metrics.pod import PodState, serve
 from wandistill.metrics.predicted import predicted_samples
 from wandistill.metrics.snapshot import Sample
-from wandistill.metrics.steps import StepStatistics
+from wandistill.metrics.steps import StepStatistics, wall_time
 from wandistill.planner.terms import Phases
 from wandistill.teacher.base import Expert
 from wandistill.teacher.copy_stream import Copied
@@ -54,6 +54,7 @@ class RankReporter:
         self._facts: dict[str, list[Sample]] = {}
         self._steps: StepStatistics | None = None
         self._checkpoint: dict[str, list[Sample]] = {}
+        self._saved = 0.0  # when, by the monotonic clock; when training began, before the first
         self._host = HostMemory()
         self._gpu = gpu_memory(world.device) if folder else None
         self._next_look = 0.0
@@ -120,7 +121,7 @@ class RankReporter:
             self._steps = StepStatistics(total)
             self._steps.begin(first)
             self._facts["wandistill_checkpoint_interval_steps"] = [({}, checkpoint_interval)]
-            self._checkpoint = {"wandistill_checkpoint_timestamp_seconds": [({}, round(time.time(), 3))]}
+            self._checkpoint, self._saved = {}, time.monotonic()
 
     def begin_step(self, left: object) -> None:
         """A step begins; where the GPU's memory stands then is looked at once for each snapshot.
@@ -162,8 +163,8 @@ class RankReporter:
             self._checkpoint = {
                 "wandistill_checkpoint_seconds": [({}, seconds)],
                 "wandistill_checkpoint_bytes": [({}, sum(files.values()))],
-                "wandistill_checkpoint_timestamp_seconds": [({}, round(time.time(), 3))],
             }
+            self._saved = time.monotonic()
 
     def _work(self) -> None:
         while not self._stop.wait(self._interval):
@@ -195,6 +196,8 @@ class RankReporter:
                 found |= self._facts | self._checkpoint
                 if self._steps is not None:
                     found |= self._steps.run_samples()
+                    saved = round(wall_time(self._saved), 3)
+                    found["wandistill_checkpoint_timestamp_seconds"] = [({}, saved)]
         return found
 
 

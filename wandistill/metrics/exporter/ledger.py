@@ -29,6 +29,7 @@ class Ledger:
         content = json.loads(remembered) if remembered else {}
         self._runs: dict[str, dict[str, Any]] = content.get("runs", {})
         self._pods: dict[str, Mapping[str, Any]] = {}  # by uid; those that exist
+        self._now = 0.0
 
     def update(self, pod: Mapping[str, Any], now: float) -> list[Event]:
         """Notes a pod as it is; returns the ends that were not counted before, which now are.
@@ -60,7 +61,7 @@ class Ledger:
         replica, uid = replica_of(pod), pod["metadata"]["uid"]
         if replica is not None:
             run = self._run(replica, now)
-            run["gpu_seconds"] += _gpu_seconds(pod, now)
+            run["gpu_seconds"] += _gpu_seconds(pod, self._latest(now))
             run["counted"].pop(uid[-12:], None)
             self._pods.pop(uid, None)
         return found
@@ -91,7 +92,7 @@ class Ledger:
             replica = replica_of(pod)
             assert replica is not None
             live.setdefault(_key(replica), set()).add((replica.kind, replica.index))
-            seconds[_key(replica)] = seconds.get(_key(replica), 0.0) + _gpu_seconds(pod, now)
+            seconds[_key(replica)] = seconds.get(_key(replica), 0.0) + _gpu_seconds(pod, self._latest(now))
             _, began, ended = gpu_run(pod)
             running[_key(replica)] = running.get(_key(replica), 0) + bool(began and not ended)
         for key, run in self._runs.items():
@@ -117,6 +118,11 @@ class Ledger:
             ):
                 if isinstance(last.get(field), int | float):
                     yield name, labels, last[field]
+
+    def _latest(self, now: float) -> float:
+        """`now`, or what it was before the clock was set back: a counter that falls would count anew from zero."""
+        self._now = max(self._now, now)
+        return self._now
 
     def __len__(self) -> int:
         return len(self._runs)

@@ -93,8 +93,9 @@ bench: setup ## on the CPU: the trainer over bare forward and backward; placemen
 bench-gpu: setup ## every placement against resident and the peers, 14B-shaped, on the GPUs that are here
 	$(RUN) -m tests.gpu.bench
 
-bench-metrics: setup ## what snapshots and scrapes cost, and that they leak nothing
+bench-metrics: setup ## what snapshots and scrapes cost, alone and as a share of a run, and that they leak nothing
 	$(RUN) -m tests.bench_metrics
+	$(RUN) -m tests.bench_metrics_share
 
 clean: ## remove everything that was made here
 	rm -rf $(VENV) .uv outputs dist .pytest_cache .mypy_cache .ruff_cache

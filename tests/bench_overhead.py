@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 
-from wandistill.config import from_mapping
+from tests.bench_run import bench_run
 
 ROUNDS = 12
 WARM_UP = 2
@@ -22,50 +22,11 @@ def main() -> None:
     import torch
     from torch.nn.functional import mse_loss
 
-    from wandistill import teacher as placement
-    from wandistill.data.prepare import prepare_data
     from wandistill.models.student import build_student
     from wandistill.teacher.base import Request
-    from wandistill.train import distributed
-    from wandistill.train.batches import Sampler
-    from wandistill.train.loop import Loop
-    from wandistill.train.objectives import build_objective
-    from wandistill.train.setup import resolve
-    from wandistill.train.student import TrainedStudent
 
     with tempfile.TemporaryDirectory() as folder:
-        prompts = f"{folder}/prompts.txt"
-        with open(prompts, "w") as file:
-            file.write("\n".join(f"a large red circle on a {color} background" for color in ("white", "gray", "black")))
-        settings = {"device": "cpu", "batch_size": 32, "guidance_scale": 3, "output_dir": folder, "data_path": prompts}
-        settings |= {"max_steps": 1000, "rollout_steps": 2, "teacher_device_strategy": "gpu"}
-        config = from_mapping(settings)
-        world = distributed.start(config)
-        setup = resolve(config, world)
-        teacher = placement.place(placement.Setting(setup.config, setup.folder, setup.dtype, world))
-        data = prepare_data(setup.config, setup.folder, lambda: teacher, world)
-        sampler = Sampler(
-            setup.config,
-            world,
-            data,
-            total_samples=32_000,
-            boundary=setup.folder.boundary,
-            shift=setup.config.flow_shift,
-        )
-        trained = TrainedStudent(build_student(setup.folder, setup.spec, "low"), setup.config, world)
-        loop = Loop(
-            setup.config,
-            world,
-            trained,
-            teacher,
-            sampler,
-            build_objective("velocity", 0, setup.spec.blocks),
-            total_steps=1000,
-            on_step=lambda step, figures, expert: None,
-            on_nonfinite=lambda: None,
-            is_pause=lambda step: False,
-            on_pause=lambda step, last: None,
-        )
+        setup, teacher, sampler, loop = bench_run(folder)
         bare = build_student(setup.folder, setup.spec, "low")
         optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-4)
 

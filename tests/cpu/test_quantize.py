@@ -41,6 +41,18 @@ def test_rows_come_back_within_half_a_step(dtype: torch.dtype) -> None:
     assert torch.equal(narrow.float(), back)
 
 
+def test_each_weight_is_rounded_once_to_the_bit(dtype: torch.dtype) -> None:
+    weight = torch.randn(300, 700, generator=torch.Generator().manual_seed(1))
+    stored, scale = quantize_rows(weight, dtype)
+    exact = (stored.double() * scale.double()[:, None]).float().bfloat16()
+    for out in (torch.empty(300, 700, dtype=torch.bfloat16), torch.empty(300, 700)):
+        dequantize_rows(stored, scale, out)
+        assert torch.equal(out.bfloat16(), (stored.float() * scale[:, None]).bfloat16())
+        assert torch.equal(out, out.bfloat16().to(out.dtype))
+        # The float32 product's own rounding moves hardly any weight.
+        assert (out.bfloat16() == exact).float().mean() > 0.999
+
+
 def reference(folder: WanFolder, of_dtype: torch.dtype) -> ResidentTeacher:
     """A bfloat16 teacher whose block weights went through 8 bits."""
     models = {}

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from wandistill.models.forward import BlockState, embed, run_block, unembed
-from wandistill.models.held import hold
 from wandistill.teacher.base import Expert, Prompt, Request, TeacherOutput
 from wandistill.teacher.compiled import compile_block
 from wandistill.teacher.copy_stream import CopyStream
 from wandistill.teacher.feeds import Feed
 from wandistill.teacher.layout import OUTER, Record, RecordLayout, TeacherLayout
-from wandistill.teacher.quantize import dequantize_rows
+from wandistill.teacher.widening import Widening
 
 
 class Modules:
@@ -93,10 +92,7 @@ class Blocks:
         self._resident = resident
         self._stream = stream
         self._modules = Modules(empty, layout.wide or layout.block, device, compiled=compiled)
-        self._wide: Tensor | None = None
-        if layout.wide is not None:
-            self._wide = torch.empty(layout.wide.size, dtype=torch.uint8, device=device)
-            hold("slots", [self._wide])
+        self._widening = None if layout.wide is None else Widening(layout, device)
         self._stored: dict[int, dict[str, Tensor]] = {}  # by address: the tensors of records that are widened
 
     def expect(self, expert: Expert) -> None:
@@ -110,14 +106,14 @@ class Blocks:
             resident = self._resident.get(Record(expert, index))
             record = self._feed.take() if resident is None else resident
             assert record is not None
-            if self._wide is None:
+            if self._widening is None:
                 yield self._modules.at(record)
             else:
-                self._widen(record, self._wide)
+                self._widening.turn(self._tensors_at(record))
             if resident is None:
                 self._feed.give(self._stream.mark())
-            if self._wide is not None:
-                yield self._modules.at(self._wide)
+            if self._widening is not None:
+                yield self._modules.at(self._widening.record)
 
     def close(self) -> None:
         """Frees the blocks."""
@@ -125,19 +121,14 @@ class Blocks:
         self._modules.close()
         self._resident = {}
         self._stored.clear()
-        self._wide = None
+        self._widening = None
 
-    def _widen(self, record: Tensor, wide: Tensor) -> None:
-        """Turns a stored block into one that can be computed with."""
+    def _tensors_at(self, record: Tensor) -> dict[str, Tensor]:
+        """The tensors of a stored block."""
         address = record.data_ptr()
         if address not in self._stored:
             self._stored[address] = self._layout.block.views(record)
-        stored = self._stored[address]
-        for name, target in self._modules.at(wide).named_parameters():
-            if self._layout.block.fields[name].scaled:
-                dequantize_rows(stored[name], stored[f"{name}.scale"], target)
-            else:
-                target.copy_(stored[name])
+        return self._stored[address]
 
 
 class OuterPart:

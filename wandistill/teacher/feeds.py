@@ -110,6 +110,8 @@ class ReadAhead:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+        for buffers in (self._free, self._filled, self._out):
+            buffers.clear()
 
     def _work(self) -> None:
         while True:

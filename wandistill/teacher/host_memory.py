@@ -37,6 +37,14 @@ def pinned_bytes() -> int:
     return sum(_registered.values())
 
 
+def own_memory(size: int) -> np.ndarray:
+    """`size` bytes, uint8, from the beginning of a page, that go back to the kernel when they are let go.
+
+    Private, so that the kernel counts them as this process's own, and not among what ranks share.
+    """
+    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+
+
 class HostBuffers:
     """`count` buffers of `size` bytes of this process's own memory, pinned for `device` if that is a GPU and it can be.
 
@@ -44,7 +52,7 @@ class HostBuffers:
     """
 
     def __init__(self, size: int, count: int, device: torch.device) -> None:
-        self._memory = torch.from_numpy(np.frombuffer(mmap.mmap(-1, size * count), np.uint8))
+        self._memory = torch.from_numpy(own_memory(size * count))
         self._device = device
         self._pinned = pin(self._memory, device)
         self.tensors = list(self._memory.split(size))  # uint8 [size] each

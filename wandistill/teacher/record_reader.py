@@ -23,6 +23,7 @@ from torch import Tensor
 from wandistill.errors import ConfigError, TrainingFailed
 from wandistill.models.wan_weights import StoredTensor, component_tensors
 from wandistill.teacher.base import Expert
+from wandistill.teacher.host_memory import own_memory
 from wandistill.teacher.layout import OUTER, Field, Record, RecordLayout, TeacherLayout
 from wandistill.teacher.quantize import quantize_rows
 
@@ -82,8 +83,8 @@ class RecordReader:
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="record-reader")
         self._staging: SimpleQueue[np.ndarray] = SimpleQueue()
         for _ in range(self._threads):
-            # Anonymous mappings begin at a page, as direct reads need; a read may overlap a page at either end.
-            self._staging.put(np.frombuffer(mmap.mmap(-1, self._chunk + 2 * _PAGE), np.uint8))
+            # It begins at a page, as direct reads need; a read may overlap a page at either end.
+            self._staging.put(own_memory(self._chunk + 2 * _PAGE))
 
     @property
     def staging_bytes(self) -> int:

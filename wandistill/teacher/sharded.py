@@ -158,14 +158,13 @@ class ShardedBlocks(Blocks):
             record = Record(expert, index)
             slot = self._feed.take()
             assert slot is not None
-            if self._wide is None:
+            if self._widening is None:
                 yield self._module(record, slot)
             else:
-                self._stored[slot.data_ptr()] = self._tensors(record, slot)
-                self._widen(slot, self._wide)
+                self._widening.turn(self._tensors(record, slot))
             self._feed.give(self._stream.mark())
-            if self._wide is not None:
-                yield self._modules.at(self._wide)
+            if self._widening is not None:
+                yield self._modules.at(self._widening.record)
 
     def close(self) -> None:
         super().close()

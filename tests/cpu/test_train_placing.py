@@ -16,8 +16,10 @@ from sparse_wan import build_sparse_a14b
 from wandistill.config import from_mapping
 from wandistill.demo.captions import training_prompts
 from wandistill.errors import ConfigError, ExitCode
-from wandistill.planner.measured import GpuProbe, RankProbe
-from wandistill.train import distributed, placing, probe
+from wandistill.planner.measured import GpuProbe, RankProbe, operations
+from wandistill.planner.work import block_work
+from wandistill.train import distributed, memory, placing, probe, probe_blocks
+from wandistill.train.memory import HostMemory, MemoryAccount
 from wandistill.train.setup import Setup, resolve, tell_notes
 from wandistill.units import GIB
 
@@ -97,6 +99,40 @@ def test_a_probe_of_a_small_cpu_run_is_cheap_and_says_what_it_found(tmp_path):
     assert [RankProbe.from_json(entry) for entry in settled.to_json()["probe"]["ranks"]] == [found]
 
 
+def test_the_teacher_s_block_is_measured_on_the_cores_where_cpu_may_be_its_place(tmp_path):
+    of = settle(setup(tmp_path, teacher_device_strategy="cpu")).blocks[0].cores
+    assert of is not None and of.run.architecture.num_layers == 1
+    assert settle(setup(tmp_path, teacher_device_strategy="gpu")).blocks[0].cores is None
+
+
+def test_a_cpu_s_second_measurement_is_of_as_many_tokens_as_the_first_lets_expect(tmp_path, monkeypatch):
+    own = setup(tmp_path)
+    run = dataclasses.replace(settle(own).decision.plan.request.teacher_pass(2, 4), tokens=4096)
+    measured = []
+
+    def speed(block, run, half, device):
+        measured.append(run)
+        return 0.02
+
+    monkeypatch.setattr(probe_blocks, "_block_seconds", speed)
+    found = probe_blocks._cpu_block(run, own.folder.transformer_config, torch.bfloat16, torch.device("cpu"))
+    few, many = measured
+    done = block_work(few)
+    assert operations(few) <= 2.5e8 < operations(many) <= 10 * (done.matrix_flops + done.attention_flops)
+    assert found.run == many
+
+
+def test_a_backward_that_only_loads_kernels_runs_whatever_the_precision(tmp_path, monkeypatch):
+    own = setup(tmp_path)
+    request = settle(own).decision.plan.request
+    ran = []
+    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: ran.append(loss.isfinite().item()))
+    for settings in ({}, {"mixed_precision": "bf16"}, {"optimizer": "adamw_bf16"}):
+        run = request.change(**settings).student_pass(2)
+        probe_blocks._load_backward(run, own.folder.transformer_config, torch.bfloat16, torch.device("cpu"))
+    assert ran == [True, True, True]
+
+
 def test_preparing_is_planned_without_a_student(tmp_path):
     settled = settle(setup(tmp_path), trains=False)
     assert settled.blocks[0].student is None
@@ -119,7 +155,7 @@ def test_a_rank_that_was_started_with_other_settings_is_named(tmp_path):
 
 def test_a_cpu_that_emulates_bfloat16_says_so_and_advises_float32(tmp_path, monkeypatch, caplog):
     measure = probe.probe_machine
-    slow = {"core_float32": 1e11, "core_bfloat16": 1e9}
+    slow = {"core_float32": 1e11, "core_bfloat16": 1e9, "computes_bfloat16": False}
     monkeypatch.setattr(placing, "probe_machine", lambda *args: dataclasses.replace(measure(*args), **slow))
     settle(setup(tmp_path, teacher_device_strategy="cpu", teacher_dtype="bfloat16"))
     assert "this CPU emulates it (100 times as slow as float32)" in caplog.text
@@ -143,6 +179,16 @@ def test_a_shared_fetch_of_one_rank_is_its_own_and_one_of_another_placement_has_
     assert "note: --stream_fetch split: there is one rank on a node; it has no effect here." in caplog.text
     tell_notes(setup(tmp_path, teacher_device_strategy="offload", stream_fetch="split"))
     assert "note: --stream_fetch: only stream read it, not offload; it has no effect here." in caplog.text
+
+
+def test_the_host_s_peak_is_of_private_and_shared_memory_at_one_time(tmp_path, monkeypatch):
+    seen = iter([HostMemory(5, 1), HostMemory(1, 4), HostMemory(2, 6), HostMemory(4, 2)])
+    account = MemoryAccount(distributed.World(0, 1, 0, 1, torch.device("cpu")), None, detailed=False)
+    monkeypatch.setattr(memory, "host_memory", lambda: next(seen))
+    monkeypatch.setattr(memory, "_INTERVAL", 0)
+    with pytest.raises(StopIteration):
+        account._look()
+    assert account._host == HostMemory(2, 6)
 
 
 def test_a_run_writes_plan_and_memory_side_by_side_and_a_profile_whose_lasting_terms_are_the_plan_s(tmp_path, prompts):

@@ -45,7 +45,7 @@ def replayed(row: dict[str, Any]) -> dict[str, Any]:
     machines = measured_machines(probes)
     spec = student_spec(config.student_config, model.architecture)
     request = request_of_config(config, model, spec, machines)
-    decision = decide(request, measured_rates(machines, probes, blocks), force=True)
+    decision = decide(request, measured_rates(request, probes, blocks), force=True)
     nothing = [RankUse(rank, probe.node, 1, 1, 0, 0) for rank, probe in enumerate(probes)]
     return side_by_side(decision, nothing, None)
 

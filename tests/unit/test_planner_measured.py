@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from wandistill.planner.measured import (
     block_to_measure,
     measured_machines,
     measured_rates,
+    operations,
 )
 from wandistill.planner.memory import NCCL_COMMUNICATOR
 from wandistill.planner.outcome import RankUse, profile, side_by_side
@@ -31,7 +33,6 @@ from wandistill.planner.placements import Placement
 from wandistill.planner.plan import plan
 from wandistill.planner.request import Machines, PlanRequest
 from wandistill.planner.tape import Compute
-from wandistill.planner.work import block_work
 from wandistill.student_config import student_spec
 from wandistill.units import GIB, MIB
 
@@ -144,7 +145,7 @@ def test_an_unknown_gpu_is_planned_from_the_probe_alone() -> None:
     probes = [rank(card(name="NVIDIA Thing 9000", peer_access=True, peer_link=100e9), node=0) for _ in range(2)]
     machines = measured_machines(probes)
     assert machines.gpu is not None and machines.gpu.peer_kind == "pcie"
-    rates = measured_rates(machines, probes, [])
+    rates = measured_rates(ask(probes), probes, [])
     assert (rates.half, rates.float32, rates.host_link, rates.peer_link) == (60e12, 30e12, 25e9, 100e9)
     decision = decide(ask(probes, gradient_checkpointing=True), rates)
     assert decision.row.time is not None and decision.strategy == "stream"
@@ -191,22 +192,50 @@ def test_the_rank_and_the_node_with_the_least_count() -> None:
     machines = measured_machines(probes)
     assert (machines.nodes, machines.ranks, machines.world) == (2, 2, 4)
     assert machines.host_memory == 61 * GIB and machines.disk == 5 * 10**9
-    assert measured_rates(machines, probes, []).host_link == 12e9
+    assert measured_rates(ask(probes), probes, []).host_link == 12e9
 
 
 def test_steps_are_as_slow_as_the_slowest_rank_s_blocks() -> None:
     probes = [rank(), rank()]
     request = ask(probes, teacher_dtype="float32")
-    rates = measured_rates(request.machines, probes, [])
+    rates = measured_rates(request, probes, [])
     run = block_to_measure(request.teacher_pass(2, 4), work=1e9, weights=GIB)
     one = BlockProbe(run, 1.0)
     seconds = 1.0 / one.scale(rates)  # that the speeds give
     blocks = [BlockProbes(BlockProbe(run, 2 * seconds)), BlockProbes(BlockProbe(run, 3 * seconds))]
-    slower = measured_rates(request.machines, probes, blocks)
+    slower = measured_rates(request, probes, blocks)
     assert slower.teacher == pytest.approx(3.0) and slower.student == 1.0
     before, after = (decide(request, given).row.time for given in (rates, slower))
     assert before is not None and after is not None
     assert after.teacher == pytest.approx(3 * before.teacher, rel=1e-2) and after.student == before.student
+
+
+@pytest.mark.parametrize("placement", ["gpu", "stream", "offload"])
+def test_turning_stored_blocks_back_takes_what_was_measured_once_a_pass(placement: str) -> None:
+    probes = [rank(card(total=180 * GIB, free=179 * GIB))]
+    request = ask(probes, teacher_dtype="int8", teacher_device_strategy=placement, gradient_accumulation_steps=2)
+
+    def teacher_seconds(*blocks: BlockProbes) -> float:
+        time = decide(request, measured_rates(request, probes, blocks)).row.time
+        assert time is not None
+        return time.teacher
+
+    slower = teacher_seconds(BlockProbes(widening=0.3)) - teacher_seconds(BlockProbes(widening=0.2))
+    assert slower == pytest.approx(40 * 0.1)
+
+
+@pytest.mark.parametrize(("kernels", "width"), [(True, 2), (False, 4)])
+def test_cpu_takes_as_long_as_blocks_on_the_cores_whatever_a_matrix_alone_took(kernels: bool, width: int) -> None:
+    one = rank(card(), core_float32=4e11, core_bfloat16=2e10, computes_bfloat16=kernels)
+    request = ask([one], teacher_device_strategy="cpu")
+    run = block_to_measure(request.teacher_pass(request.teacher_rows, width), work=math.inf, weights=4 * GIB)
+    rates = measured_rates(request, [one], [BlockProbes(cores=BlockProbe(run, 0.5))])
+    row = plan(request, rates).row(Placement.CPU)
+    assert row.time is not None and row.node is not None
+    # 40 blocks; what lies outside them, and where float32 computes also widening, takes the rest.
+    assert 20 < row.time.teacher < 22
+    terms = {term.name for term in row.node.host.phases["training"] if term.size}
+    assert ("teacher wide block" in terms) == (not kernels)
 
 
 def test_a_block_to_measure_is_small_enough_and_no_smaller_than_it_must() -> None:
@@ -215,21 +244,23 @@ def test_a_block_to_measure_is_small_enough_and_no_smaller_than_it_must() -> Non
     assert on_gpu.architecture.hidden_size == 5120 and on_gpu.tokens == 16_384 and 1 <= on_gpu.batch < 8
     on_cpu = block_to_measure(dataclasses.replace(run, compute=Compute(4)), work=2.5e8, weights=4 * MIB)
     assert 4 * on_cpu.architecture.block_parameters <= 4 * MIB and on_cpu.architecture.num_layers == 1
-    work = block_work(on_cpu)
-    assert work.matrix_flops + work.attention_flops <= 2.5e8
+    assert operations(on_cpu) <= 2.5e8
+    fewer = dataclasses.replace(on_cpu, prompt=256)
+    assert operations(fewer) < operations(on_cpu), "attention to the prompt counts, its keys and values do not"
     small = Pass(find_model("embedded").architecture, 2, 16, 16, Compute(4))
     assert block_to_measure(small, work=2.5e8, weights=4 * MIB).batch == 2
 
 
 def test_a_cpu_that_emulates_bfloat16_is_told_from_one_that_computes_it() -> None:
     assert rank().slow_bfloat16 is None
+    assert rank(core_bfloat16=4e9, computes_bfloat16=True).slow_bfloat16 is None
     assert rank(core_bfloat16=4e9).slow_bfloat16 == pytest.approx(100)
 
 
 def test_a_plan_is_made_again_from_the_json_of_its_probes() -> None:
     probes = [rank(card()), rank()]
     run = Pass(A14B.architecture, 2, 1560, 512, Compute(2))
-    blocks = [BlockProbes(BlockProbe(run, 0.01)), BlockProbes(None, BlockProbe(run, 0.02))]
+    blocks = [BlockProbes(BlockProbe(run, 0.01)), BlockProbes(None, BlockProbe(run, 0.02), BlockProbe(run, 1.0), 0.003)]
     for kind, values in ((RankProbe, probes), (BlockProbes, blocks)):
         assert [kind.from_json(json.loads(json.dumps(value.to_json()))) for value in values] == values
 

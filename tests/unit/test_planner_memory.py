@@ -142,6 +142,26 @@ def test_8_bit_storage_halves_the_teacher_and_takes_one_wide_block() -> None:
     assert rank.size("teacher wide block") == wide.block
 
 
+def test_8_bit_storage_is_compared_with_a_bfloat16_teacher_from_disk_before_the_student_is_built() -> None:
+    kept = teacher_bytes(A14B.architecture, "bfloat16", 2)
+    for placement in (Placement.GPU, Placement.STREAM, Placement.DISK):
+        row = plan(ask(ranks=1, teacher_dtype="int8")).row(placement)
+        assert row.node is not None
+        host = {term.name: term.size for term in row.node.host.phases["quantization"]}
+        assert host["reference buffers"] == 4 * kept.block and host["reference copy"] == 2 * kept.outer
+        device = {term.name: term.size for term in row.ranks[0].phases["quantization"]}
+        assert device["reference slots"] == 2 * kept.block + kept.outer
+        assert not any("student" in name for name in (*host, *device))
+        plain = plan(ask(ranks=1)).row(placement)
+        assert plain.node is not None and "quantization" not in {*plain.ranks[0].phases, *plain.node.host.phases}
+
+
+def test_only_a_resident_teacher_takes_memory_of_the_node_while_it_loads() -> None:
+    for dtype in ("bfloat16", "int8"):
+        for row in plan(ask(ranks=1, teacher_dtype=dtype)).rows:
+            assert row.node is None or ("loading" in row.node.host.phases) == (row.placement is Placement.GPU)
+
+
 def test_float32_parts_stay_float32_in_every_dtype() -> None:
     sizes = {dtype: teacher_bytes(A14B.architecture, dtype, 2).float32 for dtype in ("float16", "bfloat16", "int8")}
     assert set(sizes.values()) == {4 * A14B.architecture.float32_parameters}

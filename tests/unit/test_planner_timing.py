@@ -196,6 +196,18 @@ def test_micro_batches_share_one_pass_over_the_link() -> None:
     assert teacher_seconds(four, Placement.STREAM) < 1.1 * teacher_seconds(once, Placement.STREAM)
 
 
+@pytest.mark.parametrize(("dtype", "passes"), [("int8", 1), ("float8", 3)])
+def test_8_bit_blocks_are_read_and_written_once_a_step_and_float8_scaled_where_it_was_written(
+    dtype: str, passes: int
+) -> None:
+    plain, stored = (
+        plan(ask("h200-141gb", 1, gradient_accumulation_steps=2, teacher_dtype=name)) for name in ("bfloat16", dtype)
+    )
+    more = teacher_seconds(stored, Placement.GPU) - teacher_seconds(plain, Placement.GPU)
+    block = WAN_14B.block_parameters
+    assert more == pytest.approx(40 * block * (1 + 2 * passes) / (0.9 * 4.8e12), rel=0.02)
+
+
 def test_checkpointing_takes_a_third_more_of_the_student() -> None:
     kept, again = (plan(ask("h100-80gb", 1, gradient_checkpointing=flag)).row(Placement.GPU).time for flag in (0, 1))
     assert kept is not None and again is not None

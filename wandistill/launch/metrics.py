@@ -22,7 +22,13 @@ PORT = "WANDISTILL_METRICS_PORT"
 # Bytes at the end of metrics.jsonl that hold its last line.
 _TAIL = 4096
 # The planner's phases by the table's names; the others are parts of a step.
-_PHASES = {"caches": "prepare", "samples": "sample"}
+_PHASES = {
+    "caches": "prepare",
+    "loading": "load",
+    "quantization": "load",
+    "building": "load",
+    "samples": "sample",
+}
 
 
 class LauncherMetrics:

@@ -15,6 +15,7 @@ from wandistill.catalog import Gpu, find_gpu
 from wandistill.errors import ConfigError
 from wandistill.planner.activations import Pass
 from wandistill.planner.memory import CUDA_CONTEXT, NCCL_COMMUNICATOR
+from wandistill.planner.placements import Placement
 from wandistill.planner.rates import (
     HOST_LINK_SHARE,
     MATRIX_SHARE,
@@ -23,9 +24,10 @@ from wandistill.planner.rates import (
     Rates,
     catalogue_rates,
 )
-from wandistill.planner.request import Machines
+from wandistill.planner.request import Machines, PlanRequest
 from wandistill.planner.tape import Compute
-from wandistill.planner.timing import work_seconds
+from wandistill.planner.teacher_memory import records
+from wandistill.planner.timing import widening_seconds, work_seconds
 from wandistill.planner.work import block_work
 
 # GB/s, where no file of the teacher is large enough to measure.
@@ -90,16 +92,24 @@ class BlockProbes:
 
     teacher: BlockProbe | None = None
     student: BlockProbe | None = None
+    cores: BlockProbe | None = None  # the teacher's on the rank's share of the cores
+    widening: float | None = None  # seconds to turn a stored block of the teacher to what the device computes with
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
-        return {f"{name}_block": one.to_json() if one else None for name, one in vars(self).items()}
+        blocks = {f"{name}_block": one.to_json() if one else None for name, one in self._blocks.items()}
+        return {**blocks, "widening_seconds": self.widening}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> BlockProbes:
-        """What `to_json` gave."""
-        blocks = {name: content[f"{name}_block"] for name in ("teacher", "student")}
-        return cls(**{name: BlockProbe.from_json(block) for name, block in blocks.items() if block})
+        """What `to_json` gave; what an earlier version did not measure is not there."""
+        blocks = {name: content.get(f"{name}_block") for name in cls()._blocks}
+        found = {name: BlockProbe.from_json(block) for name, block in blocks.items() if block}
+        return cls(**found, widening=content.get("widening_seconds"))
+
+    @property
+    def _blocks(self) -> dict[str, BlockProbe | None]:
+        return {"teacher": self.teacher, "student": self.student, "cores": self.cores}
 
 
 @dataclass(frozen=True)
@@ -118,12 +128,13 @@ class RankProbe:
     shm_free: int
     disk_free: int  # where the run writes, its own checkpoints counted as free
     disk_rate: float | None  # of the teacher's files; None: they are too small
+    computes_bfloat16: bool = False  # the CPU has kernels for it
 
     @property
     def slow_bfloat16(self) -> float | None:
         """How many times as long as float32 this CPU's bfloat16 takes, where it is emulated."""
         times = self.core_float32 / self.core_bfloat16
-        return times if times >= _EMULATED else None
+        return times if times >= _EMULATED and not self.computes_bfloat16 else None
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
@@ -134,7 +145,8 @@ class RankProbe:
         """What `to_json` gave."""
         gpu = content["gpu"]
         card = GpuProbe(**{**gpu, "capability": tuple(gpu["capability"])}) if gpu else None
-        return cls(**{**{field.name: content[field.name] for field in fields(cls)}, "gpu": card})
+        known = {field.name: content[field.name] for field in fields(cls) if field.name in content}
+        return cls(**{**known, "gpu": card})
 
 
 def block_to_measure(run: Pass, *, work: float, weights: int) -> Pass:
@@ -151,14 +163,15 @@ def block_to_measure(run: Pass, *, work: float, weights: int) -> Pass:
 
 def _within(make: Callable[[int], Pass], most: int, work: float) -> int:
     """`most`, halved until a block has at most `work` operations; at least 1."""
-    while most > 1 and _operations(make(most)) > work:
+    while most > 1 and operations(make(most)) > work:
         most //= 2
     return most
 
 
-def _operations(run: Pass) -> float:
-    one = block_work(run)
-    return one.matrix_flops + one.attention_flops
+def operations(run: Pass) -> float:
+    """Of a block's forward, those left out that the prompt's keys and values take however few the tokens are."""
+    one, prompt = block_work(run), 4 * run.batch * run.prompt * run.architecture.hidden_size**2
+    return one.matrix_flops - prompt + one.attention_flops
 
 
 def measured_machines(probes: Sequence[RankProbe]) -> Machines:
@@ -181,15 +194,20 @@ def measured_machines(probes: Sequence[RankProbe]) -> Machines:
         if cards and all(card.alone for card in cards)
         else None,
         process=max(probe.host_own for probe in probes),
+        half_cores=all(probe.computes_bfloat16 for probe in probes),
     )
 
 
-def measured_rates(machines: Machines, probes: Sequence[RankProbe], blocks: Sequence[BlockProbes]) -> Rates:
+def measured_rates(request: PlanRequest, probes: Sequence[RankProbe], blocks: Sequence[BlockProbes]) -> Rates:
     """The speeds that the slowest rank measured, and the catalogue's where none did."""
+    machines = request.machines
     rates = catalogue_rates(machines)
     cards = [probe.gpu for probe in probes if probe.gpu is not None]
     node = [probe for probe in probes if probe.node == probes[0].node]
-    found = {"core": sum(probe.core_float32 for probe in node) / machines.cores}
+    found = {
+        "core": sum(probe.core_float32 for probe in node) / machines.cores,
+        "half_core": sum(probe.core_bfloat16 for probe in node) / machines.cores,
+    }
     for name in ("half", "float32", "memory", "host_link", "peer_link"):
         if least := _least(getattr(card, name) for card in cards):
             found[name] = least
@@ -197,10 +215,14 @@ def measured_rates(machines: Machines, probes: Sequence[RankProbe], blocks: Sequ
         found["float32"] = min(probe.core_float32 for probe in probes)
         found["half"] = min(probe.core_bfloat16 for probe in probes)
     rates = replace(rates, **found)
+    on_cores, stored = rates.on_cores(machines), records(request, Placement.GPU)
+    widening = widening_seconds(stored, request.teacher_dtype, rates)
     return replace(
         rates,
         teacher=max((one.teacher.scale(rates) for one in blocks if one.teacher), default=1.0),
         student=max((one.student.scale(rates) for one in blocks if one.student), default=1.0),
+        cores=max((one.cores.scale(on_cores) for one in blocks if one.cores), default=1.0),
+        widening=max((one.widening / widening for one in blocks if one.widening and widening), default=1.0),
     )
 
 

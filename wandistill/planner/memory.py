@@ -1,8 +1,9 @@
 """Memory of each rank's device and of each node, by term and phase.
 
 A run goes through phases, each with its own peak: the text encoder fills the embedding cache, the teacher rolls out the
-latents, then every step asks the teacher, runs the student forward and backward and updates it, and at times rank 0
-draws samples with the VAE. What lasts is in all phases that follow its begin.
+latents and with 8-bit storage is compared with a bfloat16 one, then every step asks the teacher, runs the student
+forward and backward and updates it, and at times rank 0 draws samples with the VAE. What lasts is in all phases that
+follow its begin.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from wandistill.device_map import DeviceMap
 from wandistill.planner.caches import encoding, rollout_rows, sampling, text_encoder
 from wandistill.planner.fetch import may_split
 from wandistill.planner.placements import SPECS, Placement, Store
+from wandistill.planner.quantization import compares, comparing, comparing_on_node
 from wandistill.planner.request import PlanRequest
 from wandistill.planner.student_memory import StudentMemory
 from wandistill.planner.teacher_memory import (
@@ -105,6 +107,9 @@ def rank_memory(
     }
     if not request.trains:
         return Phases(phases)
+    if compares(request) and trains:
+        asked = comparing(request, placement, rank, places, _batch(request))
+        phases["quantization"] = phase([*base, *teacher, *online], asked)
     cached = request.targets == "cached"
     if cached:  # the teacher leaves when the rollouts are there
         teacher = []
@@ -174,10 +179,14 @@ def _gradients_before(request: PlanRequest, placement: Placement, student: Stude
 
 def _batches(request: PlanRequest) -> Term:
     """Inputs of this step and, until its figures are read, of the one before (wandistill.train.loop)."""
-    run = request.student_pass(request.batch_size).sizes
-    one = 4 * (run.latents + run.text + run.text // request.batch_size)
-    count = 2 * request.gradient_accumulation_steps
+    one, count = _batch(request).size, 2 * request.gradient_accumulation_steps
     return Term("batches", count * one, f"{count} micro-batches x {format_bytes(one)}")
+
+
+def _batch(request: PlanRequest) -> Term:
+    """Inputs of one micro-batch: noisy latents, prompts and the empty prompt, in float32."""
+    run = request.student_pass(request.batch_size).sizes
+    return Term("batch", 4 * (run.latents + run.text + run.text // request.batch_size))
 
 
 def _answers(request: PlanRequest) -> Term:
@@ -227,35 +236,49 @@ def node_memory(
         one = total(_on_cores(request, rows, requests))
         always.append(Term("teacher activations", ranks * one, f"{ranks} ranks x {format_bytes(one)}"))
         always.append(Term("teacher wide block", ranks * own.wide, f"{ranks} ranks x {format_bytes(own.wide)}"))
+    before = [term for term in always if term.name != "student average"]
     if not request.on_gpu:
-        together = sum(device.peak for device in devices)
-        always.append(Term("ranks' tensors", together, " + ".join(format_bytes(device.peak) for device in devices)))
+        always.append(_tensors([device.peak for device in devices]))
     phases = {
         "training": always,
-        "loading": [*always, *_loading(request, placement)],
         "building": [*always, *_building(student)],
         "checkpoint": [*always, _checkpoint(request, student)],
         "export": [*(term for term in always if term.name not in _TEACHERS), _export(student)],
     }
     if not request.trains:
         del phases["export"], phases["checkpoint"], phases["building"]
+    if loading := _loading(request, placement):
+        phases["loading"] = [*before, *loading]
+    if compares(request):
+        phases["quantization"] = [*before, *comparing_on_node(request, placement)]
+        if not request.on_gpu:
+            held = [total(device.phases.get("quantization", ())) for device in devices]
+            phases["quantization"].append(_tensors(held))
     kept = _state(request, student) * (machines.world if request.sharded_student else 1)
     return NodeMemory(
         Phases(phases), 0 if request.share_dir else copied, request.checkpoints * kept if request.trains else 0
     )
 
 
+def _tensors(sizes: Sequence[int]) -> Term:
+    """What ranks without a GPU hold in the node's memory."""
+    return Term("ranks' tensors", sum(sizes), " + ".join(format_bytes(size) for size in sizes))
+
+
 def _on_cores(request: PlanRequest, rows: int, requests: int) -> list[Term]:
     """The forward of placement cpu, which is stream's without slots."""
-    return forward_terms(request.change(teacher_dtype="float32"), Placement.STREAM, 0, None, rows, requests)
+    return forward_terms(request.change_machines(gpu=None), Placement.STREAM, 0, None, rows, requests)
 
 
 def _loading(request: PlanRequest, placement: Placement) -> list[Term]:
-    """A resident teacher passes the memory of each rank."""
+    """A resident teacher passes the memory of each rank on its way to the GPU."""
     own = records(request, placement)
-    if placement is not Placement.GPU or own.wide or not request.on_gpu:
+    if placement is not Placement.GPU or not request.on_gpu:
         return []
     ranks, each = request.machines.ranks, 4 * own.largest
+    if own.wide:
+        size = ranks * _BOUNCE_BLOCKS * own.block
+        return [Term("blocks as read", size, f"{ranks} ranks x {_BOUNCE_BLOCKS} x {format_bytes(own.block)}")]
     formula = f"{ranks} ranks x {format_bytes(each)}, one tensor at a time; the files are mapped"
     return [Term("tensor as loaded", ranks * each, formula)]
 

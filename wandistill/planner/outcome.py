@@ -22,8 +22,8 @@ class RankUse:
     node: int
     gpu_allocated: int  # torch.cuda.max_memory_allocated
     gpu_process: int  # of all that the process holds on the card: context, libraries, torch's reserve
-    host_private: int
-    host_shared: int  # with the node's other ranks
+    host_private: int  # when it had the most, its part in what is shared counted
+    host_shared: int  # with the node's other ranks, at that time
     phases: Mapping[str, int] = field(default_factory=dict)  # allocated in each; only with --memory_profile
     terms: Mapping[str, int] = field(default_factory=dict)  # held at the end; only with --memory_profile
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wandistill.planner.request import Machines
 
@@ -34,10 +34,19 @@ class Rates:
     peer_link: float  # bytes from another GPU of the node
     network: float  # bytes from another node
     disk: float  # bytes of a node
-    core: float  # operations of one CPU core
+    core: float  # float32 operations of one CPU core
+    half_core: float  # the same in bfloat16
     host_memory: float  # bytes of a node's memory
     teacher: float = 1.0  # a block's measured seconds over those that the speeds above give
     student: float = 1.0  # the same of the student's blocks
+    cores: float = 1.0  # the same of the teacher's, computed by a rank's share of the cores
+    widening: float = 1.0  # the same of turning a stored block to what is computed with
+
+    def on_cores(self, machines: Machines) -> Rates:
+        """Of the teacher where a rank's share of the cores is its device."""
+        share, memory = machines.cores / machines.ranks, self.host_memory / machines.ranks
+        half, float32 = share * self.half_core, share * self.core
+        return replace(self, half=half, float32=float32, memory=memory, teacher=self.cores, widening=1.0)
 
 
 def catalogue_rates(machines: Machines) -> Rates:
@@ -48,6 +57,7 @@ def catalogue_rates(machines: Machines) -> Rates:
         "network": NETWORK * giga,
         "disk": machines.disk_rate * giga,
         "core": CORE_GFLOPS * giga,
+        "half_core": CORE_GFLOPS * giga,
         "host_memory": host,
     }
     if gpu is None:

@@ -33,6 +33,7 @@ class Machines:
     gpu_memory: int | None = None  # bytes of each GPU, in place of the catalogue's
     context: int | None = None  # measured bytes on each GPU outside torch's allocator; None: estimated
     process: int | None = None  # measured bytes of host memory of a process before it loads; None: estimated
+    half_cores: bool = False  # the CPU has kernels for bfloat16; else what it computes is widened to float32
 
     @property
     def world(self) -> int:

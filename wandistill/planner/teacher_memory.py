@@ -33,9 +33,11 @@ def records(request: PlanRequest, placement: Placement) -> TeacherBytes:
 
 
 def compute_bytes(request: PlanRequest, placement: Placement) -> int:
-    """Bytes of an element in the teacher's compute; a CPU is taken to compute in float32, as most do."""
+    """Bytes of an element in the teacher's compute (see `wandistill.teacher.layout.Precision`): a CPU takes float32
+    for a half dtype that it has no kernels for, which float16 always is; 8-bit weights are computed in bfloat16."""
     on_cpu = not request.on_gpu or placement is Placement.CPU
-    return 4 if on_cpu or request.teacher_dtype == "float32" else 2
+    widened = on_cpu and (not request.machines.half_cores or request.teacher_dtype == "float16")
+    return 4 if widened or request.teacher_dtype == "float32" else 2
 
 
 def shares(request: PlanRequest) -> ShardBytes:

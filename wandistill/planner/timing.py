@@ -112,6 +112,15 @@ def work_seconds(work: Work, width: int, rates: Rates) -> float:
     return products + work.traffic / rates.memory
 
 
+def widening_seconds(own: TeacherBytes, dtype: str, rates: Rates) -> float:
+    """Seconds to turn a stored block to what is computed with, by the memory's rate; 0 where it is computed as stored.
+
+    The stored block is read and the wide one written; float8, which has no arithmetic, is scaled where it was written.
+    """
+    passes = 3 if dtype == "float8" else 1
+    return rates.widening * (own.block + passes * own.wide) / rates.memory if own.wide else 0.0
+
+
 def _student(request: PlanRequest, rates: Rates) -> float:
     run = request.student_pass(request.batch_size)
     work, width = forward_work(run), run.compute.hidden
@@ -155,9 +164,7 @@ def _teacher(
     said = format_seconds(compute)
     if placement is Placement.CPU:
         flops = request.gradient_accumulation_steps * _flops(request, placement)
-        seconds = flops * ranks / (rates.core * request.machines.cores)
-        seconds = max(seconds, own.layers * own.block * ranks / rates.host_memory)
-        return seconds, f"teacher: {flops * ranks / 1e12:.1f} TFLOP on {request.machines.cores} cores"
+        return compute, f"teacher: {flops * ranks / 1e12:.1f} TFLOP on {request.machines.cores} cores, {said}"
     if placement is Placement.GPU:
         return compute, f"teacher: compute {said}"
     if placement is Placement.GPU0:
@@ -170,12 +177,15 @@ def _teacher(
 
 def _compute(request: PlanRequest, placement: Placement, rates: Rates) -> float:
     """Seconds of compute on one device for what one rank asks in a step."""
+    on_cores = placement is Placement.CPU
+    if on_cores:
+        rates = rates.on_cores(request.machines)
     own = records(request, placement)
     one = rates.teacher * forward_seconds(teacher_pass(request, placement, request.teacher_piece), rates)
-    gain = COMPILED_GAIN if request.teacher_compile and request.on_gpu else 1.0
+    gain = COMPILED_GAIN if request.teacher_compile and request.on_gpu and not on_cores else 1.0
     asked = request.gradient_accumulation_steps * one * request.teacher_rows / request.teacher_piece / gain
-    wide = own.layers * (2 * own.wide + own.block) / rates.memory if own.wide else 0.0
-    return asked + wide
+    # Once a pass, which all requests of a step share.
+    return asked + own.layers * widening_seconds(own, request.teacher_dtype, rates)
 
 
 def _streamed(request: PlanRequest, own: TeacherBytes) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,9 +22,20 @@ def build(setting: Setting) -> Teacher:
     parts = Assembly(setting, torch.device("cpu"), direct=False)
     copy = parts.host_copy(parts.layout.records)
     parts.reader.close()
+    share = ExitStack()
+    share.enter_context(share_of_cores(setting.world.local_size))
+    return parts.engine(Mapped(copy), Mapped(copy), closing=[copy.close, share.close])
+
+
+@contextmanager
+def share_of_cores(ranks: int) -> Iterator[None]:
+    """Computes with this rank's share of the machine's cores."""
     before = torch.get_num_threads()
-    torch.set_num_threads(core_share(before, setting.world.local_size))
-    return parts.engine(Mapped(copy), Mapped(copy), closing=[copy.close, lambda: torch.set_num_threads(before)])
+    torch.set_num_threads(core_share(before, ranks))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def core_share(threads: int, ranks: int) -> int:

@@ -34,6 +34,11 @@ class HostMemory(NamedTuple):
     private: int  # its own
     shared: int  # also other ranks', such as the teacher's host copy
 
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.private + self.shared
+
 
 def host_memory() -> HostMemory:
     """From /proc/self/status."""
@@ -82,7 +87,8 @@ class MemoryAccount:
     def _look(self) -> None:
         while True:
             now = host_memory()
-            self._host = HostMemory(max(self._host.private, now.private), max(self._host.shared, now.shared))
+            # Both as they were at one time: private and shared memory have their peaks at different ones.
+            self._host = max(self._host, now, key=lambda memory: memory.total)
             if self._done.wait(_INTERVAL):
                 return
 

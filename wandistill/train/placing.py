@@ -27,7 +27,8 @@ from wandistill.planner.request import PlanRequest
 from wandistill.planner.timing import PrepareCost, prepare_cost
 from wandistill.student_config import StudentSpec
 from wandistill.train.distributed import World
-from wandistill.train.probe import probe_blocks, probe_machine, with_context
+from wandistill.train.probe import probe_machine, with_context
+from wandistill.train.probe_blocks import probe_blocks
 from wandistill.units import format_bytes
 
 _log = logging.getLogger(__name__)
@@ -81,11 +82,11 @@ def settle(config: TrainConfig, folder: WanFolder, spec: StudentSpec, world: Wor
     model = dataclasses.replace(model_from_folder(folder.path), name=config.teacher_path, title=config.teacher_path)
     machines = measured_machines(world.gather(own))
     request = request_of_config(config, model, spec, machines, trains=trains)
-    blocks = world.gather(probe_blocks(request, folder.transformer_config, world))
+    blocks = world.gather(probe_blocks(request, folder, world))
     probes = world.gather(with_context(own, world.device))
     request = request.change(machines=measured_machines(probes))
     seconds = time.perf_counter() - began
-    rates = measured_rates(request.machines, probes, blocks)
+    rates = measured_rates(request, probes, blocks)
     outcome = world.broadcast(_decide(request, rates, config.force) if world.is_main else None)
     if isinstance(outcome, WandistillError):
         raise outcome

@@ -1,7 +1,7 @@
-"""Measures a rank's machine before anything loads: memory, links, disk, and one block of teacher and student.
+"""Measures a rank's machine before anything loads: memory, links, disk, and how fast matrices are multiplied.
 
-What is allocated here is given back, and random numbers come from generators of its own, so that training starts as
-if nothing had been measured. A GPU takes about a second, a CPU a tenth.
+What is allocated here and in `wandistill.train.probe_blocks` is given back, and random numbers come from generators of
+its own, so that training starts as if nothing had been measured. A GPU takes about a second, a CPU some tenths.
 """
 
 from __future__ import annotations
@@ -10,43 +10,31 @@ import mmap
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from diffusers import WanTransformer3DModel
-from torch import Tensor, nn
+import torch.nn.functional as F
 
 from wandistill.launch.cgroup import MemoryCgroup
-from wandistill.models.forward import BlockState, run_block
-from wandistill.models.weights import with_one_block
-from wandistill.planner.activations import Pass
-from wandistill.planner.measured import BlockProbe, BlockProbes, GpuProbe, RankProbe, block_to_measure
-from wandistill.planner.placements import Placement
-from wandistill.planner.request import PlanRequest
-from wandistill.planner.teacher_memory import compute_bytes
+from wandistill.planner.measured import GpuProbe, RankProbe
 from wandistill.teacher.host_memory import HostBuffers, available_bytes
 from wandistill.teacher.resident import cpu_computes
 from wandistill.train.distributed import World
+from wandistill.train.measuring import best_seconds, forget, random_numbers, unless_full
 from wandistill.train.memory import host_memory
-from wandistill.train.norms import norms_in_float32
-from wandistill.units import GIB, MIB
+from wandistill.units import MIB
 
-# A block's operations and weights at most: a fraction of a second on the slowest device that is worth a run.
-_GPU_WORK, _GPU_WEIGHTS = 4e12, 4 * GIB
-_CPU_WORK, _CPU_WEIGHTS = 2.5e8, 4 * MIB
 _COPIED, _GATHERED = 256 * MIB, 32 * MIB
-# Sides of matrices: large enough for a GPU's full speed, small enough for a CPU that emulates bfloat16.
-_GPU_MATRIX, _CPU_MATRIX, _CPU_HALF_MATRIX = 4096, 256, 128
+# Side of a GPU's matrices, large enough for its full speed; of a CPU's, as a feed-forward has it, and the most rows.
+_GPU_MATRIX, _CPU_MATRIX, _CPU_ROWS = 4096, (1024, 4096), 1024
+# A CPU is measured for so long that waking its threads is a small part.
+_CPU_SECONDS = 0.005
 # What is read of the teacher's files, past the page cache, and with how many threads.
 _READ, _READS, _READERS = 2 * MIB, 32, 4
 _CPU = torch.device("cpu")
-
-T = TypeVar("T")
 
 
 def probe_machine(world: World, teacher: Path, output_dir: Path) -> RankProbe:
@@ -68,27 +56,14 @@ def probe_machine(world: World, teacher: Path, output_dir: Path) -> RankProbe:
         host_limit=limit.limit if limit else None,
         host_own=host_memory().private,
         cores=len(os.sched_getaffinity(0)),
-        core_float32=_product(_CPU_MATRIX, torch.float32, _CPU),
-        core_bfloat16=_product(_CPU_HALF_MATRIX, torch.bfloat16, _CPU),
+        core_float32=_cpu_product(torch.float32),
+        core_bfloat16=_cpu_product(torch.bfloat16),
         shm=shm.f_blocks * shm.f_frsize if shm else 0,
         shm_free=shm.f_bavail * shm.f_frsize if shm else 0,
         disk_free=_disk_free(output_dir),
         disk_rate=_disk_rate(teacher) if world.local_rank == 0 else None,
+        computes_bfloat16=cpu_computes(torch.bfloat16),
     )
-
-
-def probe_blocks(request: PlanRequest, transformer_config: Mapping[str, Any], world: World) -> BlockProbes:
-    """The forward of one block of teacher and student, in the run's own shape as far as that does not take long.
-
-    All ranks call this together, since on a CPU they share it.
-    """
-    world.barrier()
-    teacher = request.teacher_pass(request.teacher_piece, compute_bytes(request, Placement.GPU))
-    own = _block(teacher, transformer_config, world.device, fp16=request.teacher_dtype == "float16")
-    if not request.trains:
-        return BlockProbes(own)
-    student = request.student_pass(request.batch_size)
-    return BlockProbes(own, _block(student, transformer_config, world.device, fp16=request.mixed_precision == "fp16"))
 
 
 def with_context(found: RankProbe, device: torch.device) -> RankProbe:
@@ -110,11 +85,11 @@ def _gpu(world: World) -> GpuProbe:
     rates = {
         "host_link": _host_link(world),
         "peer_link": _peer_link(world) if others and world.size == world.local_size else None,
-        "half": _unless_full(lambda: _product(_GPU_MATRIX, torch.bfloat16, device)),
-        "float32": _unless_full(lambda: _product(_GPU_MATRIX, torch.float32, device)),
-        "memory": _unless_full(lambda: _copy_rate(device)),
+        "half": unless_full(lambda: _product(_GPU_MATRIX, torch.bfloat16, device)),
+        "float32": unless_full(lambda: _product(_GPU_MATRIX, torch.float32, device)),
+        "memory": unless_full(lambda: _copy_rate(device)),
     }
-    _forget(device)
+    forget(device)
     total, free, reserved = _memory(device)
     return GpuProbe(
         name=torch.cuda.get_device_name(device),
@@ -134,67 +109,51 @@ def _memory(device: torch.device) -> tuple[int, int, int]:
     return total, free, torch.cuda.memory_reserved(device)
 
 
-def _unless_full(measure: Callable[[], T]) -> T | None:
-    """What `measure` gives, or None where the GPU has no memory for it: the plan will say so."""
-    try:
-        return measure()
-    except torch.OutOfMemoryError:
-        return None
-
-
-def _forget(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _seconds(function: Callable[[], object], device: torch.device, calls: int = 1) -> float:
-    """The better of two measurements of `calls` calls in a row, in seconds a call."""
-
-    def once() -> float:
-        began = time.perf_counter()
-        for _ in range(calls):
-            function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - began) / calls
-
-    once()
-    return min(once(), once())
-
-
 def _product(side: int, dtype: torch.dtype, device: torch.device) -> float:
     """Operations a second of a product of two square matrices."""
-    matrix = _random((side, side), dtype, device)
-    return 2 * side**3 / _seconds(lambda: matrix @ matrix, device)
+    matrix = random_numbers((side, side), dtype, device)
+    return 2 * side**3 / best_seconds(lambda: matrix @ matrix, device)
+
+
+def _cpu_product(dtype: torch.dtype) -> float:
+    """Operations a second of all threads with a matrix as a feed-forward has it, of as many rows as take long enough to
+    tell: a CPU that emulates bfloat16 is measured with few."""
+    inner, columns = _CPU_MATRIX
+    weights = random_numbers((columns, inner), dtype, _CPU)
+    rows, seconds = 1, 0.0
+    while seconds < _CPU_SECONDS and rows < _CPU_ROWS:
+        rows *= 2
+        states = random_numbers((rows, inner), dtype, _CPU)
+        seconds = best_seconds(lambda states=states: F.linear(states, weights), _CPU)  # type: ignore[misc]
+    return 2 * rows * inner * columns / seconds
 
 
 def _copy_rate(device: torch.device) -> float:
     """Bytes a second that a copy on the device reads and writes."""
     source = torch.empty(_COPIED, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * _COPIED / _seconds(lambda: target.copy_(source), device)
+    return 2 * _COPIED / best_seconds(lambda: target.copy_(source), device)
 
 
 def _host_link(world: World) -> float | None:
     """Bytes a second from page-locked memory, while all ranks copy."""
-    target = _unless_full(lambda: torch.empty(_COPIED, dtype=torch.uint8, device=world.device))
+    target = unless_full(lambda: torch.empty(_COPIED, dtype=torch.uint8, device=world.device))
     buffer = HostBuffers(_COPIED, 1, world.device)
     world.barrier()
     seconds = None
     if target is not None:
-        seconds = _seconds(lambda: target.copy_(buffer.tensors[0], non_blocking=True), world.device)
+        seconds = best_seconds(lambda: target.copy_(buffer.tensors[0], non_blocking=True), world.device)
     buffer.close()
     return _COPIED / seconds if seconds else None
 
 
 def _peer_link(world: World) -> float | None:
     """Bytes a second that reach a rank while all gather from all; None on all ranks where one has no memory for it."""
-    gathered = _unless_full(lambda: torch.empty(world.size, _GATHERED, dtype=torch.uint8, device=world.device))
+    gathered = unless_full(lambda: torch.empty(world.size, _GATHERED, dtype=torch.uint8, device=world.device))
     if world.any(gathered is None) or gathered is None:
         return None
     own = gathered[world.rank].clone()
-    seconds = _seconds(lambda: dist.all_gather_into_tensor(gathered, own), world.device)
+    seconds = best_seconds(lambda: dist.all_gather_into_tensor(gathered, own), world.device)
     return (world.size - 1) * _GATHERED / seconds
 
 
@@ -208,51 +167,6 @@ def _alone(device: torch.device) -> bool:
         return len(pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByUUID(uuid))) == 1
     except pynvml.NVMLError:
         return False
-
-
-def _block(run: Pass, config: Mapping[str, Any], device: torch.device, *, fp16: bool) -> BlockProbe | None:
-    """Seconds of one block's forward; None where there is no memory for it, or a CPU would emulate its precision."""
-    on_gpu = device.type == "cuda"
-    half = torch.float16 if fp16 else torch.bfloat16
-    if not on_gpu and run.compute.hidden == 2 and not cpu_computes(half):
-        return None
-    work, weights = (_GPU_WORK, _GPU_WEIGHTS) if on_gpu else (_CPU_WORK, _CPU_WEIGHTS)
-    measured = block_to_measure(run, work=work, weights=weights)
-    seconds = _unless_full(lambda: _block_seconds(measured, config, half, device))
-    _forget(device)
-    return None if seconds is None else BlockProbe(measured, seconds)
-
-
-@torch.no_grad()
-def _block_seconds(run: Pass, config: Mapping[str, Any], half: torch.dtype, device: torch.device) -> float:
-    architecture, compute = run.architecture, run.compute
-    block = with_one_block({**config, **architecture.to_config()}).blocks[0]
-    for name, parameter in block.named_parameters():
-        wide = compute.stored == 4 or not set(WanTransformer3DModel._keep_in_fp32_modules).isdisjoint(name.split("."))
-        values = _random(tuple(parameter.shape), torch.float32 if wide else half, device)
-        owner, _, key = name.rpartition(".")
-        setattr(block.get_submodule(owner), key, nn.Parameter(values, requires_grad=False))
-    block.requires_grad_(False).eval()
-    norms_in_float32(block)
-    hidden = half if compute.hidden == 2 else torch.float32
-    width, head = architecture.hidden_size, architecture.attention_head_dim
-    times = (run.batch, run.tokens, 6, width) if run.per_token else (run.batch, 6, width)
-    state = BlockState(
-        hidden=_random((run.batch, run.tokens, width), hidden, device),
-        prompt=_random((run.batch, run.prompt, width), hidden, device),
-        time_projection=_random(times, hidden, device),
-        rotary=(_random((1, run.tokens, 1, head), torch.float32, device),) * 2,
-        time_embedding=torch.empty(0),
-        latent_shape=(1, 1, run.tokens),
-    )
-    with torch.autocast(device.type, half, enabled=compute.autocast):
-        return _seconds(lambda: run_block(block, state), device, calls=4 if device.type == "cuda" else 1)
-
-
-def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Small random numbers; zeros would let a GPU run faster than it does with weights."""
-    generator = torch.Generator(device).manual_seed(0)
-    return torch.empty(shape, dtype=dtype, device=device).uniform_(-0.1, 0.1, generator=generator)
 
 
 def _disk_free(output_dir: Path) -> int:

@@ -26,6 +26,7 @@ from wandistill.launch.state import replans
 from wandistill.models.export import clear_killed, export_student
 from wandistill.models.student import ProbeBatch, Student, build_student, choose_init, empty_student, importance_of
 from wandistill.planner.outcome import CACHES, planned_rank
+from wandistill.planner.quantization import BATCHES
 from wandistill.teacher.base import Expert, Request
 from wandistill.teacher.quantize import check_quantization, quantization_error
 from wandistill.train import checkpoint, distributed
@@ -46,9 +47,6 @@ from wandistill.train.student import TrainedStudent
 from wandistill.train.trackers import Tracker
 
 _log = logging.getLogger(__name__)
-
-# Batches that initialisations and channels are measured on.
-_PROBES = 8
 
 
 def train(config: TrainConfig) -> None:
@@ -153,8 +151,10 @@ def _train(
     sections: dict[str, Any] = {}
     pairs = list(zip(objective.student_blocks, objective.teacher_blocks, strict=True))
     if found is None:
-        sections |= _quantization(setup, teacher, sampler)
-        with reporter.during("load"):
+        if config.teacher_dtype in placement.QUANTIZED:
+            with memory.phase("quantization"):
+                sections |= _quantization(setup, teacher, sampler)
+        with memory.phase("building"), reporter.during("load"):
             student, more = _first_student(setup, teacher, sampler, pairs)
         sections |= more
     else:
@@ -204,7 +204,7 @@ def _probe_requests(setup: Setup, sampler: Sampler) -> list[Request]:
             config.guidance_scale if expert is folder.experts[0] else config.guidance_low,
             (),
         )
-        for expert, batch in sampler.probes(_PROBES)
+        for expert, batch in sampler.probes(BATCHES)
     ]
 
 
@@ -215,8 +215,6 @@ def _quantization(setup: Setup, teacher: PlacedTeacher, sampler: Sampler) -> dic
         ConfigError: more than the limit, without --force.
     """
     config = setup.config
-    if config.teacher_dtype not in placement.QUANTIZED:
-        return {}
     # A rank that only computes the teacher is not there to do its share of a node's work.
     world = setup.job if setup.world is setup.job else setup.world.alone()
     reference = placement.BUILDERS["disk"](placement.Setting(config, setup.folder, torch.bfloat16, world))

@@ -1,0 +1,168 @@
+"""Measures one block of teacher and student where the run will compute it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import nn
+
+from wandistill.models.forward import BlockState, run_block
+from wandistill.models.wan import WanFolder
+from wandistill.models.weights import with_one_block
+from wandistill.planner.activations import Pass
+from wandistill.planner.measured import BlockProbe, BlockProbes, block_to_measure
+from wandistill.planner.placements import AUTO, Placement
+from wandistill.planner.request import PlanRequest
+from wandistill.planner.teacher_memory import compute_bytes
+from wandistill.planner.work import block_work
+from wandistill.teacher import DTYPES, cpu
+from wandistill.teacher.layout import Precision, TeacherLayout
+from wandistill.teacher.resident import cpu_computes
+from wandistill.teacher.widening import Widening
+from wandistill.train.distributed import World
+from wandistill.train.measuring import best_seconds, forget, random_numbers, unless_full
+from wandistill.train.norms import norms_in_float32
+from wandistill.units import GIB, MIB
+
+# A block's operations and weights at most: a fraction of a second on the slowest device that is worth a run. On a CPU
+# the operations are those of the first measurement; the second takes up to so many seconds, beside which waking threads
+# and what else an operation costs is a small part.
+_GPU_WORK, _GPU_WEIGHTS = 4e12, 4 * GIB
+_CPU_WORK, _CPU_WEIGHTS, _CPU_SECONDS = 2.5e8, 256 * MIB, 0.2
+# Tokens of a backward that only loads its kernels.
+_FEW_TOKENS = 256
+_FLOAT32 = set(WanTransformer3DModel._keep_in_fp32_modules)
+
+
+def probe_blocks(request: PlanRequest, folder: WanFolder, world: World) -> BlockProbes:
+    """The forward of one block of teacher and student, in the run's own shape as far as that does not take long, and
+    what it takes to turn a stored block of the teacher to what is computed with.
+
+    All ranks call this together, since on a CPU they share it.
+    """
+    world.barrier()
+    config, device = folder.transformer_config, world.device
+    fp16 = request.teacher_dtype == "float16"
+
+    def teacher(placement: Placement, device: torch.device) -> BlockProbe | None:
+        run = request.teacher_pass(request.teacher_piece, compute_bytes(request, placement))
+        return _block(run, config, device, fp16=fp16)
+
+    own = teacher(Placement.GPU, device)
+    cores = None
+    if request.placement in (Placement.CPU.value, AUTO):
+        with cpu.share_of_cores(world.local_size):
+            cores = teacher(Placement.CPU, torch.device("cpu"))
+    student = None
+    if request.trains:
+        run = request.student_pass(request.batch_size)
+        fp16 = request.mixed_precision == "fp16"
+        student = _block(run, config, device, fp16=fp16)
+        if device.type == "cuda":
+            _load_backward(run, config, torch.float16 if fp16 else torch.bfloat16, device)
+    layout = TeacherLayout.of(folder.experts, config, Precision.of(DTYPES[request.teacher_dtype], device))
+    return BlockProbes(own, student, cores, _widening(layout, device))
+
+
+@torch.no_grad()
+def _widening(layout: TeacherLayout, device: torch.device) -> float | None:
+    """Seconds to turn a block to what a GPU computes with; None where it is computed as it is stored."""
+    if layout.wide is None or device.type != "cuda":
+        return None
+
+    def measure() -> float:
+        stored = layout.block.views(torch.zeros(layout.block.size, dtype=torch.uint8, device=device))
+        widening = Widening(layout, device)
+        return best_seconds(lambda: widening.turn(stored), device, calls=4)
+
+    seconds = unless_full(measure)
+    forget(device)
+    return seconds
+
+
+def _block(run: Pass, config: Mapping[str, Any], device: torch.device, *, fp16: bool) -> BlockProbe | None:
+    """A block's forward; None where there is no memory for it, or a CPU would emulate its precision."""
+    on_gpu = device.type == "cuda"
+    half = torch.float16 if fp16 else torch.bfloat16
+    if not on_gpu and run.compute.hidden == 2 and not cpu_computes(half):
+        return None
+    measure = _gpu_block if on_gpu else _cpu_block
+    found = unless_full(lambda: measure(run, config, half, device))
+    forget(device)
+    return found
+
+
+def _gpu_block(run: Pass, config: Mapping[str, Any], half: torch.dtype, device: torch.device) -> BlockProbe:
+    measured = block_to_measure(run, work=_GPU_WORK, weights=_GPU_WEIGHTS)
+    block = _random_block(measured, config, half, device)
+    return BlockProbe(measured, _block_seconds(block, measured, half, device, calls=4))
+
+
+def _cpu_block(run: Pass, config: Mapping[str, Any], half: torch.dtype, device: torch.device) -> BlockProbe:
+    """Of as many rows and tokens as take long enough to tell, by the speed of a few."""
+    whole = block_to_measure(run, work=math.inf, weights=_CPU_WEIGHTS)
+    block = _random_block(whole, config, half, device)
+    few = block_to_measure(whole, work=_CPU_WORK, weights=_CPU_WEIGHTS)
+    seconds = _block_seconds(block, few, half, device)
+    done = block_work(few)
+    work = (done.matrix_flops + done.attention_flops) * _CPU_SECONDS / seconds
+    measured = block_to_measure(whole, work=max(work, _CPU_WORK), weights=_CPU_WEIGHTS)
+    if measured == few:
+        return BlockProbe(few, seconds)
+    return BlockProbe(measured, _block_seconds(block, measured, half, device))
+
+
+def _random_block(run: Pass, config: Mapping[str, Any], half: torch.dtype, device: torch.device) -> nn.Module:
+    block = with_one_block({**config, **run.architecture.to_config()}).blocks[0]
+    for name, parameter in block.named_parameters():
+        wide = run.compute.stored == 4 or not _FLOAT32.isdisjoint(name.split("."))
+        values = random_numbers(tuple(parameter.shape), torch.float32 if wide else half, device)
+        owner, _, key = name.rpartition(".")
+        setattr(block.get_submodule(owner), key, nn.Parameter(values, requires_grad=False))
+    block.requires_grad_(False).eval()
+    norms_in_float32(block)
+    return block
+
+
+def _load_backward(run: Pass, config: Mapping[str, Any], half: torch.dtype, device: torch.device) -> None:
+    """A small block's backward: its kernels, and the handles of autograd's thread, take memory of GPU and process that
+    is measured once they are there."""
+    few = replace(run, batch=1, tokens=min(run.tokens, _FEW_TOKENS))
+    measured = block_to_measure(few, work=_GPU_WORK, weights=_GPU_WEIGHTS)
+
+    def backward() -> None:
+        block = _random_block(measured, config, half, device).requires_grad_(True)
+        with torch.autocast(device.type, half, enabled=measured.compute.autocast):
+            hidden = run_block(block, _random_state(measured, half, device)).hidden
+        hidden.float().mean().backward()
+
+    unless_full(backward)
+    forget(device)
+
+
+@torch.no_grad()
+def _block_seconds(block: nn.Module, run: Pass, half: torch.dtype, device: torch.device, calls: int = 1) -> float:
+    state = _random_state(run, half, device)
+    with torch.autocast(device.type, half, enabled=run.compute.autocast):
+        return best_seconds(lambda: run_block(block, state), device, calls)
+
+
+def _random_state(run: Pass, half: torch.dtype, device: torch.device) -> BlockState:
+    """What enters a block."""
+    architecture, compute = run.architecture, run.compute
+    hidden = half if compute.hidden == 2 else torch.float32
+    width, head = architecture.hidden_size, architecture.attention_head_dim
+    times = (run.batch, run.tokens, 6, width) if run.per_token else (run.batch, 6, width)
+    return BlockState(
+        hidden=random_numbers((run.batch, run.tokens, width), hidden, device),
+        prompt=random_numbers((run.batch, run.prompt, width), hidden, device),
+        time_projection=random_numbers(times, hidden, device),
+        rotary=(random_numbers((1, run.tokens, 1, head), torch.float32, device),) * 2,
+        time_embedding=torch.empty(0),
+        latent_shape=(1, 1, run.tokens),
+    )

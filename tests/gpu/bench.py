@@ -46,6 +46,7 @@ from wandistill.models.wan import open_teacher
 from wandistill.teacher import DTYPES, Setting, place
 from wandistill.teacher.host_memory import available_bytes
 from wandistill.train import distributed
+from wandistill.train.command import set_allocator
 from wandistill.train.distributed import World
 from wandistill.train.probe import probe_machine
 
@@ -242,6 +243,8 @@ def main() -> int:
     parser.add_argument("--commit", help="of the code, outside a git repository")
     parser.add_argument("--as_rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    # As a run has it; the ranks inherit it.
+    set_allocator()
     if args.as_rank:
         world = distributed.start(from_mapping({"device": args.device}))
         Bench(args, world).run()

@@ -50,6 +50,7 @@ from wandistill.teacher import BUILDERS, Setting
 from wandistill.teacher.base import TeacherOutput
 from wandistill.teacher.resident import ResidentTeacher
 from wandistill.train import distributed
+from wandistill.train.command import set_allocator
 from wandistill.train.distributed import World
 
 SECONDS_PER_WORLD = 540.0
@@ -209,6 +210,8 @@ def main() -> int:
     parser.add_argument("--commit")
     parser.add_argument("--as_rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    # As a run has it; the ranks inherit it.
+    set_allocator()
     if args.as_rank:
         work_as_rank(args)
         return 0

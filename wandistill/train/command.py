@@ -21,9 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains; returns 0."""
     settings = config.from_arguments(args)
-    if not any(name in os.environ for name in _ALLOCATOR):
-        # Segments of fixed sizes break up under tensors that come and go, and then more is reserved than was planned.
-        os.environ[_ALLOCATOR[-1]] = "expandable_segments:True"
+    set_allocator()
     # Imported here, so that --help and a wrong flag answer at once.
     from wandistill.train.run import train
 
@@ -36,3 +34,12 @@ def run(args: argparse.Namespace) -> int:
             raise
         raise OutOfMemory(f"memory ran out before the run began: {cause.message}") from error
     return 0
+
+
+def set_allocator() -> None:
+    """Sets how torch's GPU allocator works in this process and those that it starts, unless the user has set it.
+
+    Segments of fixed sizes break up under tensors that come and go, and then more is reserved than was planned.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR):
+        os.environ[_ALLOCATOR[-1]] = "expandable_segments:True"

@@ -98,7 +98,11 @@ def real_requests(folder: WanFolder) -> list[Request]:
 
 
 @pytest.mark.parametrize(("name", "most"), [("int8", 0.012), ("float8", 0.05)])
-def test_the_embedded_teachers_targets_move_little(name: str, most: float, tmp_path: Path) -> None:
+def test_the_embedded_teachers_targets_move_little(
+    name: str, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a CPU with kernels for bfloat16 its own rounding would come on top.
+    monkeypatch.setattr("wandistill.teacher.layout.cpu_computes", lambda dtype: dtype == torch.float32)
     folder = open_teacher("embedded")
     ours = place("cpu", setting(folder, tmp_path, EIGHT_BIT[name]))
     exact = resident(setting(folder, tmp_path, torch.bfloat16))

@@ -169,7 +169,7 @@ def test_a_fetch_that_two_ranks_share_is_told_and_recorded(tmp_path, prompts):
     settings = {"max_steps": 2, "teacher_device_strategy": "stream", "stream_fetch": "split"}
     said = Ranks(2, _flags(tmp_path, prompts, settings), tmp_path / "log").finish()
     run = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert "teacher: stream --stream_fetch split (asked for" in said and "no effect" not in said
+    assert "teacher: stream --stream_fetch split --resident_blocks 0 (asked for" in said and "no effect" not in said
     assert run["config"]["stream_fetch"] == run["plan"]["settings"]["stream_fetch"] == "split"
 
 

@@ -121,6 +121,23 @@ def test_replanning_changes_neither_result_nor_global_batch_and_comes_to_an_end(
     assert peaks == sorted(peaks, reverse=True), "each is smaller than the one that failed"
 
 
+def test_stream_that_ran_out_of_memory_goes_on_with_fewer_blocks_on_the_gpu():
+    request = request_for(
+        "--model wan2.2-t2v-a14b --student 1b --gpu a100-80gb --gpus 1 --host_memory 256GiB --gradient_checkpointing "
+        "--teacher_device_strategy stream"
+    )
+    kept = int(plan(request).row(Placement.STREAM).settings["resident_blocks"])
+    tried: list[Mapping[str, object]] = []
+    while kept:
+        remedy = replacement(request.change(resident_blocks=kept), Kind.CUDA, tried)
+        assert remedy is not None and remedy.changes["teacher_device_strategy"] == "stream"
+        assert int(str(remedy.changes["resident_blocks"])) < kept
+        assert remedy.freed > 0 and remedy.keeps_run
+        tried.append(remedy.changes)
+        kept = int(str(remedy.changes["resident_blocks"]))
+    assert len(tried) > 1
+
+
 def test_replanning_knows_the_limit_of_now_which_may_be_lower_than_at_the_start():
     request = request_for(RUNS[5][0])
     assert replacement(request, Kind.CGROUP, []) is not None

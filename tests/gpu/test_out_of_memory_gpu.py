@@ -111,7 +111,8 @@ def straight(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory)
     found = {}
     for placement in ("gpu", "stream"):
         folder = tmp_path_factory.mktemp(placement)
-        run = launch({**settings, "teacher_device_strategy": placement, "output_dir": folder / "out"}, folder / "log")
+        asked = {**settings, "teacher_device_strategy": placement, "resident_blocks": 0, "output_dir": folder / "out"}
+        run = launch(asked, folder / "log")
         assert run.wait(300) == 0, (folder / "log").read_text()[-3000:]
         found[placement] = folder / "out"
     return found

@@ -112,7 +112,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "settings",
     [
         {"teacher_device_strategy": "gpu", "student_config": "half"},
-        {"teacher_device_strategy": "stream", "student_config": "half", "feature_weight": 0.1},
+        {"teacher_device_strategy": "stream", "resident_blocks": 0, "student_config": "half", "feature_weight": 0.1},
         {"teacher_device_strategy": "gpu", "student_config": "half", "teacher_dtype": "int8", "ema_decay": 0.9},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),

@@ -49,10 +49,12 @@ def _option(
     choices: Sequence[str] | None = None,
     identity: bool = True,
     metavar: str = "",
+    schema: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A field; `identity` says whether a resumed run must have the same value."""
+    """A field; `identity` says whether a resumed run must have the same value, `schema` what a file may hold beyond
+    what its type says."""
     metadata = {"help": help, "group": group, "choices": choices, "identity": identity, "metavar": metavar}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={**metadata, "schema": schema or {}})
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,7 @@ class TrainConfig:
         "teacher",
         identity=False,
         metavar="auto|N",
+        schema={"type": ["integer", "string"], "pattern": "^(auto|[0-9]+)$", "minimum": 0},
     )
     stream_fetch: str = _option(
         "auto",
@@ -404,9 +407,7 @@ def json_schema() -> dict[str, Any]:
         entry: dict[str, Any] = {"type": kinds[_TYPES[name]], "description": spec.metadata["help"]}
         if spec.metadata["choices"]:
             entry["enum"] = list(spec.metadata["choices"])
-        if name == "resident_blocks":
-            entry |= {"type": ["integer", "string"], "pattern": "^(auto|[0-9]+)$", "minimum": 0}
-        properties[name] = entry | {"default": spec.default}
+        properties[name] = entry | spec.metadata["schema"] | {"default": spec.default}
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 

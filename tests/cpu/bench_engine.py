@@ -12,9 +12,7 @@ measured rate. Then the same for more blocks and for more prompts that wait toge
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.engine_setup import place, write_random
 from tests.gpu.bench_measure import Shape, ask_of
 from tests.tiny_wan import LAYOUTS, build_tiny_wan
+from tests.worlds import run_world
 from wandistill.config import from_mapping
 from wandistill.device_map import unit_bytes
 from wandistill.launch import records
@@ -170,10 +169,7 @@ def main() -> int:
         for blocks in sizes.blocks:
             random_teacher(Path(folder) / str(blocks), sizes, blocks)
         for ranks in args.ranks:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
-            command += ["tests.cpu.bench_engine", "--as_rank", folder, *sys.argv[1:]]
-            env = {**os.environ, "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
-            if code := subprocess.run(command, check=False, env=env).returncode:
+            if code := run_world("tests.cpu.bench_engine", ranks, ["--as_rank", folder, *sys.argv[1:]]):
                 return code
     return 0
 

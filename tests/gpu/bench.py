@@ -17,9 +17,7 @@ What the machine has no GPU or memory for is left out, and said.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -39,6 +37,7 @@ from tests.gpu.bench_measure import Forward, Shape, Usage, ask_of, asked, host_l
 from tests.gpu.bench_peers import PEERS
 from tests.gpu.bench_timeline import timeline
 from tests.gpu.measure_plan import random_teacher
+from tests.worlds import run_world
 from wandistill.config import from_mapping
 from wandistill.device_map import unit_bytes
 from wandistill.launch import records
@@ -260,12 +259,8 @@ def main() -> int:
             if ranks > gpus:
                 print(f"{ranks} rank(s): left out: this machine has {gpus} GPU(s).")
                 continue
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
-            command += ["tests.gpu.bench", "--as_rank", str(folder), *sys.argv[1:]]
-            threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
-            # torchrun stops the other ranks of one that fails.
-            result = subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": threads})
-            failed = failed or result.returncode
+            code = run_world("tests.gpu.bench", ranks, ["--as_rank", str(folder), *sys.argv[1:]])
+            failed = failed or code
     return failed
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,16 +21,6 @@ from wandistill.metrics import snapshot
 from wandistill.metrics.names import PHASES, series_names
 from wandistill.metrics.pod import PodState, serve
 from wandistill.metrics.steps import StepStatistics
-
-
-@pytest.fixture
-def pod(tmp_path: Path) -> Iterator[tuple[PodState, Path, int]]:
-    state = PodState("job-a", "pool-a", 1)
-    folder = tmp_path / "snapshots"
-    folder.mkdir()
-    endpoint = serve(state, folder, 0)
-    yield state, folder, endpoint.port
-    endpoint.close()
 
 
 def test_a_clock_that_jumps_moves_no_age_and_no_last_step(pod):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from pod_endpoint import OPENMETRICS, figures, overwrite, samples, scrape, steps, tell
@@ -18,16 +17,6 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from wandistill.errors import ConfigError
 from wandistill.metrics.names import METRICS, PHASES, Scope, series_names
 from wandistill.metrics.pod import PodState, serve
-
-
-@pytest.fixture
-def pod(tmp_path: Path) -> Iterator[tuple[PodState, Path, int]]:
-    state = PodState("job-a", "pool-a", 1)
-    folder = tmp_path / "snapshots"
-    folder.mkdir()
-    endpoint = serve(state, folder, 0)
-    yield state, folder, endpoint.port
-    endpoint.close()
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("feature_weight", type=float, default=_DEFAULTS.feature_weight, help=_help("feature_weight"))
     flag("embeddings", choices=("cached", "online"), default=_DEFAULTS.embeddings, help=_help("embeddings"))
     flag("no_save_samples", action="store_true", help="draw no samples during training")
-    flag("resident_blocks", default="auto", help=_help("resident_blocks"), metavar="auto|N")
+    flag("resident_blocks", default=_DEFAULTS.resident_blocks, help=_help("resident_blocks"), metavar="auto|N")
     flag("stream_fetch", choices=("auto", "own", "split"), default="auto", help=_help("stream_fetch"))
     flag("disk_buffer", default="", help=_help("disk_buffer"))
     flag("max_memory", default="", help=_help("max_memory"))

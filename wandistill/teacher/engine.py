@@ -24,6 +24,17 @@ from wandistill.teacher.layout import OUTER, Record, RecordLayout, TeacherLayout
 from wandistill.teacher.widening import Widening
 
 
+def module_of(empty: nn.Module, tensors: Mapping[str, Tensor], device: torch.device, *, compiled: bool) -> nn.Module:
+    """A frozen module like `empty` whose parameters are `tensors`, which lie on `device`."""
+    module = copy.deepcopy(empty)
+    module.load_state_dict(tensors, assign=True)
+    # For the buffers, which are no part of a record.
+    module.requires_grad_(False).eval().to(device)
+    if compiled:
+        compile_block(module)
+    return module
+
+
 class Modules:
     """Modules whose parameters are views of records.
 
@@ -51,12 +62,7 @@ class Modules:
                 for name, parameter in module.named_parameters():
                     parameter.data = views[name]
             else:
-                module = copy.deepcopy(self._empty)
-                module.load_state_dict(views, assign=True)
-                # For the buffers, which are no part of the record.
-                module.requires_grad_(False).eval().to(self._device)
-                if self._compiled:
-                    compile_block(module)
+                module = module_of(self._empty, views, self._device, compiled=self._compiled)
             self._made[address] = module
         return self._made[address]
 

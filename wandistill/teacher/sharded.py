@@ -7,7 +7,6 @@ other their parts, in step. Either way the parts go to fixed slots ahead of thei
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,9 +18,8 @@ from torch import Tensor, nn
 from wandistill.models.held import hold
 from wandistill.models.weights import with_one_block
 from wandistill.teacher.base import Expert, Teacher
-from wandistill.teacher.compiled import compile_block
 from wandistill.teacher.copy_stream import CopyStream, Mark
-from wandistill.teacher.engine import BlockEngine, Blocks, OuterPart
+from wandistill.teacher.engine import BlockEngine, Blocks, OuterPart, module_of
 from wandistill.teacher.layout import OUTER, Precision, Record, RecordLayout, TeacherLayout
 from wandistill.teacher.lockstep import LockstepTeacher
 from wandistill.teacher.parts import PartialLayout, open_reader, read_into
@@ -174,11 +172,8 @@ class ShardedBlocks(Blocks):
     def _module(self, record: Record, slot: Tensor) -> nn.Module:
         key = (record, slot.data_ptr())
         if key not in self._made:
-            module = copy.deepcopy(self._empty)
-            module.load_state_dict(self._tensors(record, slot), assign=True)
-            self._made[key] = module.requires_grad_(False).eval().to(self._device)
-            if self._compiled:
-                compile_block(module)
+            tensors = self._tensors(record, slot)
+            self._made[key] = module_of(self._empty, tensors, self._device, compiled=self._compiled)
         return self._made[key]
 
     def _tensors(self, record: Record, slot: Tensor) -> dict[str, Tensor]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -249,16 +251,44 @@ def test_a_student_notes_weights_average_and_moments_and_tells_its_gradients(opt
     found = held_bytes(CPU)
     assert weights <= found["student"] and "optimizer" not in found
     assert found["average"] == sum(-(-p.numel() * 4 // 512) * 512 for p in parameters)
-    assert student.gradient_bytes() == 0
+    gradient_bytes = student.watch_gradients()
+    assert gradient_bytes() == 0
     (ask,) = asks(folder, folder.experts[:1])
     velocity, _ = student(ask.x, ask.t, ask.prompt.positive)
     student.backward(velocity.square().mean())
-    assert student.gradient_bytes() == weights
+    assert gradient_bytes() == weights
     student.step(0, 1.0)
-    assert student.gradient_bytes() == 0
+    assert gradient_bytes() == 0
     moments = [m for state in student.optimizer.state.values() for m in state.values() if isinstance(m, Tensor)]
     plain = [part for moment in moments for part in held.plain_tensors(moment)]
     assert held_bytes(CPU)["optimizer"] == sum(map(held.block_bytes, plain)) > 0
+
+
+def test_gradients_are_counted_as_they_come_and_may_be_asked_for_from_another_thread_at_any_time(tiny_wan, tmp_path):
+    folder = open_teacher(str(tiny_wan("t2v-a14b")))
+    of = setting(folder, tmp_path)
+    student = TrainedStudent(
+        build_student(folder, student_spec("half", folder.architecture), "low"), of.config, of.world
+    )
+    gradient_bytes = student.watch_gradients()
+    (ask,) = asks(folder, folder.experts[:1])
+    told, done = set(), threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            told.add(gradient_bytes())
+            time.sleep(0.0005)
+
+    other = threading.Thread(target=look)
+    other.start()
+    try:
+        for step in range(20):
+            student.backward(student(ask.x, ask.t, ask.prompt.positive)[0].square().mean())
+            student.step(step, 1.0)
+    finally:
+        done.set()
+        other.join()
+    assert len(told) > 2
 
 
 def test_ddp_s_buckets_are_gradients_all_the_time_and_those_of_earlier_micro_batches_come_to_them(tiny_wan, tmp_path):
@@ -271,14 +301,15 @@ def test_ddp_s_buckets_are_gradients_all_the_time_and_those_of_earlier_micro_bat
         spec = student_spec("half", folder.architecture)
         student = TrainedStudent(build_student(folder, spec, "low"), of.config, world)
         weights = sum(held.block_bytes(p.detach()) for p in student.module.parameters())
-        told = [student.gradient_bytes()]
+        gradient_bytes = student.watch_gradients()
+        told = [gradient_bytes()]
         (ask,) = asks(folder, folder.experts[:1])
         for last in (False, True):
             with student.accumulate(last=last):
                 student.backward(student(ask.x, ask.t, ask.prompt.positive)[0].square().mean())
-            told.append(student.gradient_bytes())
+            told.append(gradient_bytes())
         student.step(0, 1.0)
-        assert [*told, student.gradient_bytes()] == [weights, 2 * weights, weights, weights]
+        assert [*told, gradient_bytes()] == [weights, 2 * weights, weights, weights]
     finally:
         torch.distributed.destroy_process_group()
 

@@ -6,6 +6,7 @@ Another process takes the card's memory, as a neighbour would; on a machine with
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -172,7 +173,8 @@ def test_a_teacher_that_cannot_fit_is_refused_within_10_seconds_and_before_a_wei
         other.take()
         began = time.monotonic()
         command = [sys.executable, "-m", "wandistill", "train", *flags(asked)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        on_that_card = {**os.environ, "CUDA_VISIBLE_DEVICES": str(RANKS - 1)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=on_that_card)
         seconds = time.monotonic() - began
     assert done.returncode == 2, done.stderr[-3000:]
     assert "--teacher_device_strategy gpu" in done.stderr and "would fit" in done.stderr

@@ -13,7 +13,8 @@ from wandistill.config import FIELDS
 from wandistill.launch.causes import Kind
 from wandistill.launch.command import parse_train
 from wandistill.launch.flags import with_settings
-from wandistill.launch.remedy import REPLANNED, on_device, peak_of, remedies, replacement, without_room
+from wandistill.launch.memory import RankMemory
+from wandistill.launch.remedy import REPLANNED, measured_limit, on_device, peak_of, remedies, replacement, without_room
 from wandistill.planner.command import add_arguments, request_of
 from wandistill.planner.placements import Placement
 from wandistill.planner.plan import plan
@@ -142,6 +143,23 @@ def test_replanning_knows_the_limit_of_now_which_may_be_lower_than_at_the_start(
     request = request_for(RUNS[5][0])
     assert replacement(request, Kind.CGROUP, []) is not None
     assert replacement(request, Kind.CGROUP, [], limit=1 << 30) is None
+
+
+def test_what_other_processes_took_of_a_gpu_since_the_plan_is_not_planned_with_again():
+    request = request_for(RUNS[3][0])
+    free, reserved = 4 << 30, 12 << 30
+    limit = measured_limit(request, Kind.CUDA, None, RankMemory(0, "train", 0, None, 3 << 30, reserved, 24 << 30, free))
+    assert limit is not None and free + reserved < limit < 17 << 30
+    found = remedies(request, Kind.CUDA, limit)
+    assert found and all(remedy.row.peak <= limit for remedy in found)
+    again = replacement(request.change(batch_size=4), Kind.CUDA, [], limit)
+    assert again is not None and again.row.peak <= limit
+    assert any(remedy.row.peak > limit for remedy in remedies(request, Kind.CUDA))
+
+
+@pytest.mark.parametrize("failed", [None, RankMemory(0, "train", 0), RankMemory(0, "train", 0, None, 5, 5, 0, 0)])
+def test_a_gpu_that_did_not_tell_its_memory_limits_nothing(failed):
+    assert measured_limit(request_for(RUNS[3][0]), Kind.CUDA, 1 << 30, failed) is None
 
 
 @pytest.mark.parametrize(

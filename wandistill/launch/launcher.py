@@ -20,7 +20,7 @@ from wandistill.launch.memory import RankMemory, limit_bytes, resident_bytes
 from wandistill.launch.metrics import LauncherMetrics, last_figures
 from wandistill.launch.node import Node
 from wandistill.launch.question import Question
-from wandistill.launch.remedy import REPLANNED, replacement
+from wandistill.launch.remedy import REPLANNED, measured_limit, replacement
 from wandistill.launch.report import Command, OomReport
 from wandistill.launch.supervisor import Supervisor
 
@@ -232,10 +232,12 @@ class Launcher:
             return False
         if self._try.question is None:
             return False
-        question = Question.from_json(self._try.question)
-        kind = Kind(found["kind"])
+        question, kind = Question.from_json(self._try.question), Kind(found["kind"])
+        failed = next((RankMemory.from_json(one) for one in found["ranks"] if one["rank"] == found["rank"]), None)
         try:
-            remedy = replacement(question.request(), kind, done, self._try.limit)
+            request = question.request()
+            limit = measured_limit(request, kind, self._try.limit, failed)
+            remedy = replacement(request, kind, done, limit)
         except WandistillError as error:
             _say(f"no other placement could be planned: {error}")
             return False

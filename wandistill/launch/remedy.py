@@ -13,7 +13,9 @@ from typing import Any
 from wandistill.config import FIELDS
 from wandistill.launch.causes import Kind
 from wandistill.launch.flags import shown, with_settings
+from wandistill.launch.memory import RankMemory
 from wandistill.planner.advice import advise, setting_changes
+from wandistill.planner.measured import room_on_gpu
 from wandistill.planner.placements import AUTO, Placement
 from wandistill.planner.plan import Plan, Row, plan
 from wandistill.planner.request import PlanRequest
@@ -77,26 +79,44 @@ def peak_of(row: Row, device: bool) -> int:
     return row.node.host.peak if row.node else 0
 
 
+def measured_limit(request: PlanRequest, kind: Kind, node: int | None, failed: RankMemory | None) -> int | None:
+    """Bytes of the memory that ran out, as they are now: other processes may have taken of it since the plan.
+
+    Args:
+        node: the limit of the node's memory.
+        failed: what the rank had that ran out of it; None where it is not known which.
+    """
+    if not on_device(kind, request):
+        return node
+    # Where the driver did not answer any more, the total is 0.
+    if failed is None or not failed.total or failed.free is None or failed.reserved is None:
+        return None
+    return room_on_gpu(failed.free, failed.reserved, request.machines.world)
+
+
 def without_room(request: PlanRequest, kind: Kind, limit: int | None = None) -> PlanRequest:
     """The request on machines with less memory than the plan predicted for it.
 
     Args:
         request: of the run as it was placed.
-        limit: of the node's memory as it is now, where that is what ran out.
+        limit: `measured_limit`.
     """
     row = plan(request).row(Placement(request.placement))
     device = on_device(kind, request)
-    most = peak_of(row, device) - 1
+    there = request.machines.device_memory if device else request.machines.host_memory
+    most = min(there, peak_of(row, device) - 1, limit or there)
     if device:
         # As many blocks as were kept before are not to be kept again.
-        request = request.change(resident_blocks=None)
-        return request.change_machines(gpu_memory=min(request.machines.device_memory, most))
-    known = [request.machines.host_memory, most, *([limit] if limit else [])]
-    return request.change_machines(host_memory=min(known))
+        return request.change(resident_blocks=None).change_machines(gpu_memory=most)
+    return request.change_machines(host_memory=most)
 
 
 def remedies(request: PlanRequest, kind: Kind, limit: int | None = None) -> list[Remedy]:
-    """What makes it fit, the cheapest first: another placement, then one other setting, then as few as are enough."""
+    """What makes it fit, the cheapest first: another placement, then one other setting, then as few as are enough.
+
+    Args:
+        limit: `measured_limit`.
+    """
     lacking = without_room(request, kind, limit)
     device = on_device(kind, request)
     before = peak_of(plan(request).row(Placement(request.placement)), device)
@@ -114,6 +134,7 @@ def replacement(
     Args:
         request: of the run as it was placed last.
         tried: changes of the user's command that were tried before, the last one with `request`.
+        limit: `measured_limit`.
     """
     lacking = without_room(request, kind, limit)
     device = on_device(kind, request)

@@ -18,7 +18,7 @@ from wandistill.launch.causes import Kind
 from wandistill.launch.flags import shown
 from wandistill.launch.memory import RankMemory
 from wandistill.launch.question import Question
-from wandistill.launch.remedy import on_device, peak_of, remedies
+from wandistill.launch.remedy import measured_limit, on_device, peak_of, remedies
 from wandistill.planner.placements import Placement
 from wandistill.planner.plan import plan
 from wandistill.planner.terms import Phases
@@ -55,7 +55,11 @@ class OomReport:
     @property
     def phase(self) -> str:
         """Where the rank was."""
-        return next((memory.phase for memory in self.ranks if memory.rank == self.rank), "start")
+        return self._failed.phase if self._failed else "start"
+
+    @property
+    def _failed(self) -> RankMemory | None:
+        return next((memory for memory in self.ranks if memory.rank == self.rank), None)
 
     def to_json(self) -> dict[str, Any]:
         """As oom.json holds it."""
@@ -82,7 +86,8 @@ class OomReport:
             row = plan(request).row(Placement(request.placement))
             device = on_device(self.kind, request)
             found = []
-            for remedy in remedies(request, self.kind, self.limit):
+            limit = measured_limit(request, self.kind, self.limit, self._failed)
+            for remedy in remedies(request, self.kind, limit):
                 told = remedy.to_json(self.command.start, self.command.flags, self.command.output_dir, device)
                 helm = upgrade_here(remedy.changes)
                 found.append({**told, **({"helm": helm} if helm else {})})

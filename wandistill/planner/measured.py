@@ -188,7 +188,7 @@ def measured_machines(probes: Sequence[RankProbe]) -> Machines:
         shm=min(probe.shm_free for probe in probes),
         disk=min(probe.disk_free for probe in probes),
         disk_rate=(_least(probe.disk_rate for probe in probes) or _DISK_RATE * 1e9) / 1e9,
-        gpu_memory=min(card.total - _others(card, len(probes)) for card in cards) if cards else None,
+        gpu_memory=min(_memory(card, len(probes)) for card in cards) if cards else None,
         # Of a card that other processes use too, it is not known what of it is this one's.
         context=max(card.total - card.free - card.reserved for card in cards)
         if cards and all(card.alone for card in cards)
@@ -230,12 +230,14 @@ def _least(values: Iterable[float | None]) -> float | None:
     return min((value for value in values if value), default=None)
 
 
-def _others(card: GpuProbe, world: int) -> int:
-    """Bytes of a card that other processes hold."""
-    if card.alone:
-        return 0
-    own = CUDA_CONTEXT + (NCCL_COMMUNICATOR if world > 1 else 0)
-    return max(card.total - card.free - card.reserved - own, 0)
+def room_on_gpu(free: int, reserved: int, ranks: int) -> int:
+    """Bytes of a GPU for one of a job's ranks: what it has of it, its context too, and what nobody has."""
+    return free + reserved + CUDA_CONTEXT + (NCCL_COMMUNICATOR if ranks > 1 else 0)
+
+
+def _memory(card: GpuProbe, ranks: int) -> int:
+    """Bytes of a card without those that other processes hold."""
+    return card.total if card.alone else min(room_on_gpu(card.free, card.reserved, ranks), card.total)
 
 
 def _gpu(cards: Sequence[GpuProbe]) -> Gpu:

@@ -82,14 +82,14 @@ def settle(config: TrainConfig, folder: WanFolder, spec: StudentSpec, world: Wor
     model = dataclasses.replace(model_from_folder(folder.path), name=config.teacher_path, title=config.teacher_path)
     machines = measured_machines(world.gather(own))
     request = request_of_config(config, model, spec, machines, trains=trains)
+    # The blocks, whose kernels take memory too, can only make it tighter: what cannot fit need not wait for them.
+    _decided(request, None, config.force, world)
     blocks = world.gather(probe_blocks(request, folder, world))
     probes = world.gather(with_context(own, world.device))
     request = request.change(machines=measured_machines(probes))
     seconds = time.perf_counter() - began
     rates = measured_rates(request, probes, blocks)
-    outcome = world.broadcast(_decide(request, rates, config.force) if world.is_main else None)
-    if isinstance(outcome, WandistillError):
-        raise outcome
+    outcome = _decided(request, rates, config.force, world)
     _check(request, outcome.plan.request, world)
     chosen = {"teacher_device_strategy": outcome.strategy, **outcome.settings}
     placed = from_mapping({**dataclasses.asdict(config), **chosen})
@@ -101,7 +101,15 @@ def settle(config: TrainConfig, folder: WanFolder, spec: StudentSpec, world: Wor
     return settled
 
 
-def _decide(request: PlanRequest, rates: Rates, force: bool) -> Decision | WandistillError:
+def _decided(request: PlanRequest, rates: Rates | None, force: bool, world: World) -> Decision:
+    """What rank 0 decides; without rates at the catalogue's."""
+    outcome = world.broadcast(_decide(request, rates, force) if world.is_main else None)
+    if isinstance(outcome, WandistillError):
+        raise outcome
+    return outcome
+
+
+def _decide(request: PlanRequest, rates: Rates | None, force: bool) -> Decision | WandistillError:
     try:
         return decide(request, rates, force=force)
     except WandistillError as error:

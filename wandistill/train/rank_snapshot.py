@@ -108,15 +108,19 @@ class RankReporter:
         self._predicted = predicted_samples(planned)
 
     def begin_steps(
-        self, first: int, total: int, checkpoint_interval: int, gradients: Callable[[], int] = lambda: 0
+        self,
+        first: int,
+        total: int,
+        checkpoint_interval: int,
+        watch_gradients: Callable[[], Callable[[], int]] | None = None,
     ) -> None:
         """Training goes on after `first` of `total` steps.
 
         Args:
-            gradients: bytes of those that are there, see `TrainedStudent.gradient_bytes`.
+            watch_gradients: `TrainedStudent.watch_gradients`, which costs some time in each step.
         """
-        if self._gpu is not None:
-            self._gpu.terms.gradients = gradients
+        if self._gpu is not None and watch_gradients is not None:
+            self._gpu.terms.gradients = watch_gradients()
         with self._changed:
             self._steps = StepStatistics(total)
             self._steps.begin(first)

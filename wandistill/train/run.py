@@ -338,7 +338,7 @@ def _run_loop(
     )
     try:
         with progress:
-            reporter.begin_steps(first, total, config.checkpoint_interval, trained.gradient_bytes)
+            reporter.begin_steps(first, total, config.checkpoint_interval, trained.watch_gradients)
             loop.run(first)
     finally:
         tracker.close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,6 +74,8 @@ class TrainedStudent:
             device = torch.device("cpu") if config.ema_device == "cpu" else world.device
             self.average = Average(self.module, config.ema_decay, device)
         self._parameters = [(p, block_bytes(local(p.detach()))) for p in self.module.parameters() if p.requires_grad]
+        # Bytes of the gradients that are there, by their parameters' place; kept once someone asks for them.
+        self._gradients: dict[int, int] = {}
         self._beside_buckets = False  # whether there are gradients that DDP has not yet put into its buckets
         self._noted_moments = 0
         self._note()
@@ -126,6 +129,7 @@ class TrainedStudent:
         seed_rounding(self._config.seed, step)
         self._stepper.step()
         self._stepper.zero_grad()
+        self._gradients.clear()
         if self.average is not None:
             self.average.update(self.module, step)
         if len(self.optimizer.state) > self._noted_moments:
@@ -192,15 +196,20 @@ class TrainedStudent:
         if self.average is not None:
             hold("average", self.average.weights.values())
 
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradients that are there; may be asked from any thread while this one trains.
+    def watch_gradients(self) -> Callable[[], int]:
+        """Starts to count gradients; returns what tells their bytes, which may be called from any thread.
 
-        DDP's buckets are there all the time, and its backward changes a gradient for a view of one without Python's
-        lock, so gradients are not looked at then; elsewhere each appears once, and goes under that lock.
+        That thread never looks at a gradient itself: torch's backward works without Python's lock, and a `.grad` that
+        another thread reads meanwhile may end the process. DDP's buckets are there all the time.
         """
         if isinstance(self._model, DistributedDataParallel):
-            return (1 + self._beside_buckets) * sum(size for _, size in self._parameters)
-        return sum(size for parameter, size in self._parameters if parameter.grad is not None)
+            return lambda: (1 + self._beside_buckets) * sum(size for _, size in self._parameters)
+        for place, (parameter, size) in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(partial(self._add_gradient, place, size))
+        return lambda: sum(list(self._gradients.values()))
+
+    def _add_gradient(self, place: int, size: int, _: Tensor) -> None:
+        self._gradients[place] = size
 
     def trainer_state(self) -> dict[str, Any]:
         """What else goes into a checkpoint, as JSON."""

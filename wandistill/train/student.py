@@ -204,12 +204,10 @@ class TrainedStudent:
         """
         if isinstance(self._model, DistributedDataParallel):
             return lambda: (1 + self._beside_buckets) * sum(size for _, size in self._parameters)
+        gradients = self._gradients
         for place, (parameter, size) in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._add_gradient, place, size))
-        return lambda: sum(list(self._gradients.values()))
-
-    def _add_gradient(self, place: int, size: int, _: Tensor) -> None:
-        self._gradients[place] = size
+            parameter.register_post_accumulate_grad_hook(partial(_note_gradient, gradients, place, size))
+        return lambda: sum(list(gradients.values()))
 
     def trainer_state(self) -> dict[str, Any]:
         """What else goes into a checkpoint, as JSON."""
@@ -222,6 +220,10 @@ class TrainedStudent:
         weights = self.average.weights if self.average is not None else dict(self.module.named_parameters())
         gathered = ((name, _whole(tensor.detach())) for name, tensor in weights.items())
         return {name: tensor.cpu() for name, tensor in gathered if self._world.is_main}
+
+
+def _note_gradient(gradients: dict[int, int], place: int, size: int, _: Tensor) -> None:
+    gradients[place] = size
 
 
 def _place(module: nn.Module, device: torch.device) -> None:

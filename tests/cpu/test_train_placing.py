@@ -122,15 +122,15 @@ def test_a_cpu_s_second_measurement_is_of_as_many_tokens_as_the_first_lets_expec
     assert found.run == many
 
 
-def test_a_backward_that_only_loads_kernels_runs_whatever_the_precision(tmp_path, monkeypatch):
+@pytest.mark.parametrize("settings", [{}, {"mixed_precision": "bf16"}, {"optimizer": "adamw_bf16"}])
+@pytest.mark.parametrize("again", [False, True])
+def test_the_student_s_block_is_measured_as_it_is_trained_whatever_the_precision(tmp_path, settings, again):
     own = setup(tmp_path)
-    request = settle(own).decision.plan.request
-    ran = []
-    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: ran.append(loss.isfinite().item()))
-    for settings in ({}, {"mixed_precision": "bf16"}, {"optimizer": "adamw_bf16"}):
-        run = request.change(**settings).student_pass(2)
-        probe_blocks._load_backward(run, own.folder.transformer_config, torch.bfloat16, torch.device("cpu"))
-    assert ran == [True, True, True]
+    run = settle(own).decision.plan.request.change(**settings).student_pass(2)
+    config = own.folder.transformer_config
+    found = probe_blocks._trained(run, config, torch.device("cpu"), fp16=False, again=again)
+    assert found is not None and found.run.architecture.num_layers == 1
+    assert found.trained and found.again is again and found.seconds > 0
 
 
 def test_preparing_is_planned_without_a_student(tmp_path):

@@ -31,8 +31,11 @@ from wandistill.planner.memory import NCCL_COMMUNICATOR
 from wandistill.planner.outcome import RankUse, profile, side_by_side
 from wandistill.planner.placements import Placement
 from wandistill.planner.plan import plan
+from wandistill.planner.rates import catalogue_rates
 from wandistill.planner.request import Machines, PlanRequest
 from wandistill.planner.tape import Compute
+from wandistill.planner.timing import training_seconds
+from wandistill.planner.work import block_work
 from wandistill.student_config import student_spec
 from wandistill.units import GIB, MIB
 
@@ -332,3 +335,15 @@ def test_without_a_gpu_only_the_node_is_measured() -> None:
 def test_a_container_s_limit_counts_not_the_machine_s_memory() -> None:
     machines = measured_machines([rank(host_available=7 * GIB, host_own=GIB)])
     assert isinstance(machines, Machines) and machines.host_memory == 8 * GIB
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_block_that_was_trained_tells_how_much_slower_than_its_arithmetic_training_is(again: bool) -> None:
+    request = ask([rank(card())], gradient_checkpointing=again)
+    rates = catalogue_rates(request.machines)
+    run = request.student_pass(1)
+    block = dataclasses.replace(run, architecture=dataclasses.replace(run.architecture, num_layers=1))
+    expected = training_seconds(block_work(block), block.compute.hidden, rates, again=again)
+    probe = BlockProbe(block, 3 * expected, trained=True, again=again)
+    assert BlockProbe.from_json(json.loads(json.dumps(probe.to_json()))) == probe
+    assert probe.scale(rates) == pytest.approx(3)

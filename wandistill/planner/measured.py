@@ -27,7 +27,7 @@ from wandistill.planner.rates import (
 from wandistill.planner.request import Machines, PlanRequest
 from wandistill.planner.tape import Compute
 from wandistill.planner.teacher_memory import records
-from wandistill.planner.timing import widening_seconds, work_seconds
+from wandistill.planner.timing import training_seconds, widening_seconds, work_seconds
 from wandistill.planner.work import block_work
 
 # GB/s, where no file of the teacher is large enough to measure.
@@ -56,14 +56,19 @@ class GpuProbe:
 
 @dataclass(frozen=True)
 class BlockProbe:
-    """The forward of one block with random weights."""
+    """One block with random weights: its forward, or as it is trained."""
 
     run: Pass  # of one layer
     seconds: float
+    trained: bool = False  # the backward is part of it
+    again: bool = False  # which computed the forward once more
 
     def scale(self, rates: Rates) -> float:
         """Its seconds over those that `rates` give."""
-        return self.seconds / work_seconds(block_work(self.run), self.run.compute.hidden, rates)
+        work, width = block_work(self.run), self.run.compute.hidden
+        if self.trained:
+            return self.seconds / training_seconds(work, width, rates, again=self.again)
+        return self.seconds / work_seconds(work, width, rates)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
@@ -76,14 +81,17 @@ class BlockProbe:
             "prompt": run.prompt,
             "compute": asdict(run.compute),
             "per_token": run.per_token,
+            "trained": self.trained,
+            "again": self.again,
         }
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> BlockProbe:
-        """What `to_json` gave."""
+        """What `to_json` gave; an earlier version measured no backward."""
         sizes = {name: content[name] for name in ("batch", "tokens", "prompt", "per_token")}
         architecture = WanArchitecture.from_config(content["architecture"])
-        return cls(Pass(architecture=architecture, compute=Compute(**content["compute"]), **sizes), content["seconds"])
+        run = Pass(architecture=architecture, compute=Compute(**content["compute"]), **sizes)
+        return cls(run, content["seconds"], content.get("trained", False), content.get("again", False))
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,17 @@ def work_seconds(work: Work, width: int, rates: Rates) -> float:
     return products + work.traffic / rates.memory
 
 
+def training_seconds(work: Work, width: int, rates: Rates, *, again: bool) -> float:
+    """Seconds of a forward of `work` and its backward; `again`: the backward computes the forward once more."""
+    back = Work(
+        _BACKWARD * work.matrix_flops,
+        _BACKWARD_ATTENTION * work.attention_flops,
+        _BACKWARD * work.traffic,
+        _BACKWARD * work.weights,
+    )
+    return (2 if again else 1) * work_seconds(work, width, rates) + work_seconds(back, width, rates)
+
+
 def widening_seconds(own: TeacherBytes, dtype: str, rates: Rates) -> float:
     """Seconds to turn a stored block to what is computed with, by the memory's rate; 0 where it is computed as stored.
 
@@ -123,16 +134,7 @@ def widening_seconds(own: TeacherBytes, dtype: str, rates: Rates) -> float:
 
 def _student(request: PlanRequest, rates: Rates) -> float:
     run = request.student_pass(request.batch_size)
-    work, width = forward_work(run), run.compute.hidden
-    forward = work_seconds(work, width, rates)
-    back = Work(
-        _BACKWARD * work.matrix_flops,
-        _BACKWARD_ATTENTION * work.attention_flops,
-        _BACKWARD * work.traffic,
-        _BACKWARD * work.weights,
-    )
-    again = forward if request.gradient_checkpointing else 0.0
-    one = forward + again + work_seconds(back, width, rates)
+    one = training_seconds(forward_work(run), run.compute.hidden, rates, again=request.gradient_checkpointing)
     return request.gradient_accumulation_steps * rates.student * one
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
 from torch import nn
 
-from wandistill.models.forward import BlockState, run_block
+from wandistill.models.forward import BlockState, run_block, run_blocks
 from wandistill.models.wan import WanFolder
 from wandistill.models.weights import with_one_block
 from wandistill.planner.activations import Pass
@@ -29,21 +28,21 @@ from wandistill.train.measuring import best_seconds, forget, random_numbers, unl
 from wandistill.train.norms import norms_in_float32
 from wandistill.units import GIB, MIB
 
-# A block's operations and weights at most: a fraction of a second on the slowest device that is worth a run. On a CPU
-# the operations are those of the first measurement; the second takes up to so many seconds, beside which waking threads
-# and what else an operation costs is a small part.
+# A block's operations in all its passes, and weights, at most: a fraction of a second on the slowest device that is
+# worth a run. On a CPU the operations are those of the first measurement; the second takes up to so many seconds,
+# beside which waking threads and what else an operation costs is a small part.
 _GPU_WORK, _GPU_WEIGHTS = 4e12, 4 * GIB
 _CPU_WORK, _CPU_WEIGHTS, _CPU_SECONDS = 2.5e8, 256 * MIB, 0.2
-# Tokens of a backward that only loads its kernels.
-_FEW_TOKENS = 256
 _FLOAT32 = set(WanTransformer3DModel._keep_in_fp32_modules)
 
 
 def probe_blocks(request: PlanRequest, folder: WanFolder, world: World) -> BlockProbes:
-    """The forward of one block of teacher and student, in the run's own shape as far as that does not take long, and
-    what it takes to turn a stored block of the teacher to what is computed with.
+    """One block of teacher and student, in the run's own shape as far as that does not take long, and what it takes to
+    turn a stored block of the teacher to what is computed with.
 
-    All ranks call this together, since on a CPU they share it.
+    The student's is trained on a GPU, where launching the kernels of a small one takes longer than they do; by the same
+    kernels the memory that they take once they are loaded is there when it is measured. All ranks call this together,
+    since on a CPU they share it.
     """
     world.barrier()
     config, device = folder.transformer_config, world.device
@@ -60,11 +59,11 @@ def probe_blocks(request: PlanRequest, folder: WanFolder, world: World) -> Block
             cores = teacher(Placement.CPU, torch.device("cpu"))
     student = None
     if request.trains:
-        run = request.student_pass(request.batch_size)
-        fp16 = request.mixed_precision == "fp16"
-        student = _block(run, config, device, fp16=fp16)
+        run, fp16 = request.student_pass(request.batch_size), request.mixed_precision == "fp16"
         if device.type == "cuda":
-            _load_backward(run, config, torch.float16 if fp16 else torch.bfloat16, device)
+            student = _trained(run, config, device, fp16=fp16, again=request.gradient_checkpointing)
+        else:
+            student = _block(run, config, device, fp16=fp16)
     layout = TeacherLayout.of(folder.experts, config, Precision.of(DTYPES[request.teacher_dtype], device))
     return BlockProbes(own, student, cores, _widening(layout, device))
 
@@ -129,20 +128,34 @@ def _random_block(run: Pass, config: Mapping[str, Any], half: torch.dtype, devic
     return block
 
 
-def _load_backward(run: Pass, config: Mapping[str, Any], half: torch.dtype, device: torch.device) -> None:
-    """A small block's backward: its kernels, and the handles of autograd's thread, take memory of GPU and process that
-    is measured once they are there."""
-    few = replace(run, batch=1, tokens=min(run.tokens, _FEW_TOKENS))
-    measured = block_to_measure(few, work=_GPU_WORK, weights=_GPU_WEIGHTS)
+def _trained(
+    run: Pass, config: Mapping[str, Any], device: torch.device, *, fp16: bool, again: bool
+) -> BlockProbe | None:
+    """A block's forward and backward; None where there is no memory for it."""
+    half = torch.float16 if fp16 else torch.bfloat16
+    measured = block_to_measure(run, work=_GPU_WORK / (4 if again else 3), weights=_GPU_WEIGHTS)
 
-    def backward() -> None:
+    def measure() -> BlockProbe:
         block = _random_block(measured, config, half, device).requires_grad_(True)
-        with torch.autocast(device.type, half, enabled=measured.compute.autocast):
-            hidden = run_block(block, _random_state(measured, half, device)).hidden
-        hidden.float().mean().backward()
+        state = _random_state(measured, half, device)
+        # Of blocks before it, and of what lies outside the blocks, which are trained too.
+        entering = (state.hidden, state.prompt, state.time_projection)
+        for tensor in entering:
+            tensor.requires_grad_(True)
+        gradient = random_numbers(tuple(state.hidden.shape), state.hidden.dtype, device)
 
-    unless_full(backward)
+        def train() -> None:
+            with torch.autocast(device.type, half, enabled=measured.compute.autocast):
+                hidden = run_blocks([block], state, gradient_checkpointing=again)[0].hidden
+            hidden.backward(gradient.to(hidden.dtype))
+            for tensor in (*entering, *block.parameters()):
+                tensor.grad = None
+
+        return BlockProbe(measured, best_seconds(train, device, calls=4), trained=True, again=again)
+
+    found = unless_full(measure)
     forget(device)
+    return found
 
 
 @torch.no_grad()

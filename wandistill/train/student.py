@@ -128,8 +128,9 @@ class TrainedStudent:
         norm = self._clip(max_norm)
         seed_rounding(self._config.seed, step)
         self._stepper.step()
-        self._stepper.zero_grad()
+        # First, so that none counts that is gone.
         self._gradients.clear()
+        self._stepper.zero_grad()
         if self.average is not None:
             self.average.update(self.module, step)
         if len(self.optimizer.state) > self._noted_moments:

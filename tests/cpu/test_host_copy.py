@@ -8,9 +8,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from wandistill.teacher.cpu import core_share
 from wandistill.teacher.host_copy import SharePlace
 from wandistill.teacher.host_memory import available_bytes
 from wandistill.teacher.layout import Precision, TeacherLayout
+from wandistill.teacher.record_reader import RecordReader
 
 RANKS = 2
 
@@ -171,6 +174,25 @@ def test_a_share_dir_without_room_names_bytes_and_setting(
     with pytest.raises(DoesNotFit, match=f"needs {copy_bytes(folder)} bytes"):
         place("cpu", of)
     assert list(small_mount.iterdir()) == []
+
+
+def test_room_is_taken_while_what_has_room_is_read(
+    folder: WanFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve, read, begun = host_copy._reserve, RecordReader.read, threading.Event()
+
+    def reserved(descriptor: int, span: tuple[int, int], *rest: Any) -> None:
+        assert span[0] == 0 or begun.wait(30)
+        reserve(descriptor, span, *rest)
+
+    def reading(self: RecordReader, *args: Any) -> None:
+        begun.set()
+        read(self, *args)
+
+    monkeypatch.setattr(host_copy, "_reserve", reserved)
+    monkeypatch.setattr(RecordReader, "read", reading)
+    place("cpu", setting(folder, tmp_path)).close()
+    assert begun.is_set()
 
 
 def test_a_share_dir_that_is_not_there_is_named(folder: WanFolder, tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """One copy of a teacher's records in a node's memory, mapped by all its ranks.
 
-The copy is a file in /dev/shm, or in `--share_dir`, or memory without a name (memfd) where only /dev/shm is small. It
-is reserved before it is mapped, so that a lack of room is an error here and no SIGBUS in the middle of a step; the
-ranks fill it together, each its records straight from the safetensors; it loses its name as soon as all have it open,
-so a killed run leaves nothing behind. Peak memory is the copy and the readers' pieces.
+The copy is a file in /dev/shm, or in `--share_dir`, or memory without a name (memfd) where only /dev/shm is small. The
+ranks fill it together, each its records straight from the safetensors. Every record's room is reserved before it is
+touched, so that a lack of it is an error here and no SIGBUS in the middle of a step; that runs ahead of the reading,
+since a kernel that clears fresh memory may be no faster than a disk. The copy loses its name as soon as all have it
+open, so a killed run leaves nothing behind. Peak memory is the copy and the readers' pieces.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -136,25 +138,34 @@ def load_host_copy(
     share = range(
         world.local_rank * len(records) // world.local_size, (world.local_rank + 1) * len(records) // world.local_size
     )
-    span = (begins[records[share.start]], ends[share.stop - 1]) if share else (0, 0)
-    descriptor = _open_together(ends[-1], span, world, place)
+    spans = [(begins[records[index]], ends[index]) for index in share]
+    descriptor, directory = _open_together(ends[-1], world, place)
     try:
-        mapping = mmap.mmap(descriptor, ends[-1])
+        memory = torch.from_numpy(np.frombuffer(mmap.mmap(descriptor, ends[-1]), np.uint8))
+
+        def fill() -> None:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="reserve")
+            try:
+                reserved = [pool.submit(_reserve, descriptor, span, ends[-1], directory) for span in spans]
+                for index, (begin, end), room in zip(share, spans, reserved, strict=True):
+                    room.result()
+                    reader.read(records[index], memory[begin:end])
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+        try:
+            _together(world, fill)
+        except WandistillError:
+            del memory  # whoever keeps the error keeps this frame
+            raise
     finally:
         os.close(descriptor)
-    memory = torch.from_numpy(np.frombuffer(mapping, np.uint8))
-
-    def fill() -> None:
-        for index in share:
-            reader.read(records[index], memory[begins[records[index]] : ends[index]])
-
-    _together(world, fill)
     pinned = device.type == "cuda" and _pin_in_turn(memory, world, device)
     return HostCopy(memory, begins, layout, device if pinned else None)
 
 
-def _open_together(size: int, span: tuple[int, int], world: World, place: SharePlace) -> int:
-    """A descriptor of the node's copy, of which each rank has reserved the bytes of its `span`; its name is gone."""
+def _open_together(size: int, world: World, place: SharePlace) -> tuple[int, Path | None]:
+    """A descriptor of the node's copy, whose name is gone, and its directory (None: memory without a name)."""
     made: _Made | WandistillError | None = None
     try:
         if world.local_rank == 0:
@@ -165,13 +176,14 @@ def _open_together(size: int, span: tuple[int, int], world: World, place: ShareP
         answers = world.gather((place.node, made))
         _raise_first([answer for _, answer in answers])
         theirs = next(answer for node, answer in answers if node == place.node and answer is not None)
-        descriptor = _open(theirs)
+        opened: list[int] = []
         try:
-            _together(world, lambda: _reserve(descriptor, span, size, theirs))
+            _together(world, lambda: opened.append(_open(theirs)))
         except WandistillError:
-            os.close(descriptor)
+            for descriptor in opened:
+                os.close(descriptor)
             raise
-        return descriptor
+        return opened[0], theirs.directory
     finally:
         if isinstance(made, _Made):
             if made.directory is not None:
@@ -240,7 +252,7 @@ def _open(made: _Made) -> int:
         ) from error
 
 
-def _reserve(descriptor: int, span: tuple[int, int], size: int, made: _Made) -> None:
+def _reserve(descriptor: int, span: tuple[int, int], size: int, directory: Path | None) -> None:
     """Takes the memory or disk space for the bytes of `span`."""
     try:
         for begin in range(span[0], span[1], _RESERVATION):
@@ -248,7 +260,8 @@ def _reserve(descriptor: int, span: tuple[int, int], size: int, made: _Made) -> 
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        raise _too_small(size, _free_bytes(made.path), made.directory) from error
+        status = os.fstatvfs(descriptor)
+        raise _too_small(size, status.f_bavail * status.f_frsize, directory) from error
 
 
 def _free_bytes(path: Path | str) -> int:

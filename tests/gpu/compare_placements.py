@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -39,6 +38,7 @@ from placement_kinds import Ranks, placed
 from tiny_wan import LAYOUTS, build_tiny_wan
 
 from tests.gpu import table
+from tests.worlds import run_world
 from wandistill import catalog
 from wandistill.config import from_mapping
 from wandistill.device_map import DeviceMap, read_device_map
@@ -48,12 +48,12 @@ from wandistill.planner.request import Machines, PlanRequest
 from wandistill.planner.teacher_memory import forward_terms, spread, weight_terms
 from wandistill.teacher import BUILDERS, Setting
 from wandistill.teacher.base import TeacherOutput
+from wandistill.teacher.layout import Precision
 from wandistill.teacher.resident import ResidentTeacher
 from wandistill.train import distributed
 from wandistill.train.command import set_allocator
 from wandistill.train.distributed import World
 
-SECONDS_PER_WORLD = 540.0
 # Bound of the distance to float32 over that of the resident teacher in bfloat16 (design: "equal").
 MOST_DISTANCE = 1.1
 MOST_MEMORY = 1.05
@@ -76,7 +76,7 @@ def resident_answers(setting: Setting, dtype: torch.dtype) -> tuple[list[Teacher
     before = allocated(setting)
     folder, device = setting.folder, setting.world.device
     models = {expert: folder.load_transformer(expert, dtype, device) for expert in folder.experts}
-    if device.type == "cpu":
+    if Precision.of(dtype, device).compute == torch.float32:
         models = {expert: model.float() for expert, model in models.items()}  # computed so, rounded as `dtype` says
     teacher = ResidentTeacher(models, device, expand_timesteps=folder.expand_timesteps)
     found = answers(teacher, steps_on(setting))
@@ -221,10 +221,9 @@ def main() -> int:
     try:
         random_teacher(folder / "random-1.3b", tiny=args.tiny)
         for ranks in args.ranks:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
-            command += ["tests.gpu.compare_placements", "--as_rank", str(folder), "--device", args.device]
-            # torchrun stops the other ranks of one that fails.
-            subprocess.run([*command, "--teachers", *args.teachers], check=True, timeout=SECONDS_PER_WORLD)
+            arguments = ["--as_rank", str(folder), "--device", args.device, "--teachers", *args.teachers]
+            if code := run_world("tests.gpu.compare_placements", ranks, arguments):
+                return code
             found = [json.loads(line) for line in (folder / f"{ranks}.jsonl").read_text().splitlines()]
             merge(args.output, found, on)
             rows += found

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from wandistill.errors import ConfigError
+from wandistill.student_config import StudentSpec
 
 PLACEMENTS = (
     "cpu",
@@ -299,6 +300,12 @@ class TrainConfig:
         """`resident_blocks` as a number; None: the plan says how many."""
         return None if self.resident_blocks == "auto" else int(self.resident_blocks)
 
+    def dtype_on(self, device: str) -> str:
+        """The teacher's dtype on a device of type `device`, cuda or cpu."""
+        if self.teacher_dtype != "auto":
+            return self.teacher_dtype
+        return "bfloat16" if device == "cuda" else "float32"
+
     def identity(self) -> dict[str, Any]:
         """The values that a resumed run must share with the one it continues."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["identity"]}
@@ -396,6 +403,41 @@ def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
         resolved[name] = _convert(name, value)
     config = TrainConfig(**resolved)
     _check_ranges(config)
+    return config
+
+
+def with_defaults(config: TrainConfig, student: StudentSpec, *, device: str, flow_shift: float) -> TrainConfig:
+    """`config` with every default settled that depends on student, teacher or device.
+
+    Args:
+        device: type of the device that the student trains on, cuda or cpu.
+        flow_shift: the teacher's own.
+
+    Raises:
+        ConfigError: a combination of settings that cannot be.
+    """
+    embedded = config.teacher_path == "embedded"
+    config = dataclasses.replace(
+        config,
+        device=device,
+        teacher_dtype=config.dtype_on(device),
+        resolution=config.resolution or student.default_resolution(embedded=embedded),
+        flow_shift=config.flow_shift or flow_shift,
+        guidance_scale_2=config.guidance_low,
+        init=student.init or config.init,
+    )
+    if not config.data_path and not embedded:
+        raise ConfigError(
+            "--data_path is missing: give a file of prompts (.txt, .csv, .jsonl, .parquet) or a folder of captioned "
+            "images. Only the embedded teacher brings prompts of its own."
+        )
+    if config.mixed_precision == "fp16" and device != "cuda":
+        raise ConfigError("--mixed_precision fp16: needs a GPU; on a CPU use no, or bf16 where the CPU has it.")
+    if config.targets == "cached" and config.feature_weight > 0:
+        raise ConfigError(
+            "--targets cached and --feature_weight contradict each other: cached targets hold velocities, no block "
+            "features. Use --targets online, or --feature_weight 0."
+        )
     return config
 
 

@@ -33,6 +33,11 @@ class StudentSpec:
     image_size: int | None = None  # pixels of a side, a default for --resolution
     notes: tuple[str, ...] = ()
 
+    def default_resolution(self, *, embedded: bool) -> str:
+        """`--resolution` where none is given; `embedded`: with the embedded teacher."""
+        size = self.image_size
+        return f"{size}x{size}" if size else ("64x64" if embedded else "832x480")
+
     @property
     def heads(self) -> int:
         """Attention heads of each block."""

@@ -20,11 +20,11 @@ from engine_setup import answers, asks, enlarge, place, resident, same, setting
 from process_memory import occupied_bytes
 
 from wandistill.errors import ConfigError, DoesNotFit
+from wandistill.launch.memory import available_bytes
 from wandistill.models.wan import WanFolder, open_teacher
 from wandistill.teacher import host_copy
 from wandistill.teacher.cpu import core_share
 from wandistill.teacher.host_copy import SharePlace
-from wandistill.teacher.host_memory import available_bytes
 from wandistill.teacher.layout import Precision, TeacherLayout
 from wandistill.teacher.record_reader import RecordReader
 

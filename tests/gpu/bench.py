@@ -41,9 +41,9 @@ from tests.worlds import run_world
 from wandistill.config import from_mapping
 from wandistill.device_map import unit_bytes
 from wandistill.launch import records
+from wandistill.launch.memory import available_bytes
 from wandistill.models.wan import open_teacher
 from wandistill.teacher import DTYPES, Setting, place
-from wandistill.teacher.host_memory import available_bytes
 from wandistill.train import distributed
 from wandistill.train.command import set_allocator
 from wandistill.train.distributed import World

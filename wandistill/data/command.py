@@ -50,9 +50,7 @@ def only_embeddings(settings: TrainConfig) -> None:
         WandistillError: see `prepare_embeddings`.
     """
     with distributed.joined(settings) as (world, _):
-        if settings.teacher_dtype == "auto":
-            dtype = "bfloat16" if world.device.type == "cuda" else "float32"
-            settings = dataclasses.replace(settings, teacher_dtype=dtype)
+        settings = dataclasses.replace(settings, teacher_dtype=settings.dtype_on(world.device.type))
         folder = open_teacher(settings.teacher_path, settings.teacher_revision)
         count = prepare_embeddings(settings, folder, world)
         if world.is_main:

@@ -163,7 +163,7 @@ def _load(
 ) -> tuple[Pair, dict[str, str]]:
     """Teacher and student on the device, the text encoder used and freed before; and the dtypes of both."""
     on_gpu = device.type == "cuda"
-    teacher_name = config.teacher_dtype if config.teacher_dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+    teacher_name = config.dtype_on(device.type)
     student_name = (
         {"bf16": "bfloat16", "fp16": "float16"}.get(config.mixed_precision, "float32") if on_gpu else "float32"
     )

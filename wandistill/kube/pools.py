@@ -207,13 +207,11 @@ def question(values: Mapping[str, Any], job: JobPools) -> Question:
     model = find_teacher(values["teacher"]["model"])
     student = student_spec(values["student"]["custom"] or values["student"]["config"], model.architecture)
     run = config.from_mapping(training)
-    size = student.image_size
-    default = f"{size}x{size}" if size else "64x64" if model.name == "embedded" else "832x480"
     memory = pool.values["gpuMemory"]
     gpu = find_gpu(pool.values["gpu"]) if pool.on_gpu else None
     resolved = replace(
         run,
-        resolution=run.resolution or default,
+        resolution=run.resolution or student.default_resolution(embedded=model.name == "embedded"),
         teacher_dtype=pool.dtype,
         teacher_device_strategy="gpu0" if job.split else str(pool.values["placement"]),
         save_samples=True,  # without them a little is left over

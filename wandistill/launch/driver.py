@@ -8,12 +8,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from wandistill.errors import ConfigError
 
 # The first driver of each CUDA major release, on Linux (CUDA's release notes, table "CUDA Toolkit and Minimum Required
 # Driver Version for CUDA Minor Version Compatibility"). Within a major release every minor one runs on it.
 _FIRST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580"}
+
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,8 @@ class Driver:
     cuda: tuple[int, int]  # the newest CUDA that it runs
 
 
-def installed_driver() -> Driver | None:
-    """The driver of this machine, by NVML; None where there is none or it cannot be asked."""
+def ask_nvml(question: Callable[[Any], Answer]) -> Answer | None:
+    """What `question` finds out from NVML, which it is given; None where there is no NVML, or it cannot tell."""
     try:
         import pynvml
     except ModuleNotFoundError:
@@ -35,16 +39,23 @@ def installed_driver() -> Driver | None:
     except pynvml.NVMLError:
         return None
     try:
-        version = pynvml.nvmlSystemGetDriverVersion()
-        number = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())  # 12020 is 12.2
-        return Driver(
-            version.decode() if isinstance(version, bytes) else str(version), (number // 1000, number % 1000 // 10)
-        )
+        return question(pynvml)
     except pynvml.NVMLError:
         return None
     finally:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def installed_driver() -> Driver | None:
+    """The driver of this machine, by NVML; None where there is none or it cannot be asked."""
+
+    def version(nvml: Any) -> Driver:
+        name = nvml.nvmlSystemGetDriverVersion()
+        number = int(nvml.nvmlSystemGetCudaDriverVersion_v2())  # 12020 is 12.2
+        return Driver(name.decode() if isinstance(name, bytes) else str(name), (number // 1000, number % 1000 // 10))
+
+    return ask_nvml(version)
 
 
 def torch_cuda() -> tuple[int, int] | None:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from wandistill.config import TrainConfig
-from wandistill.errors import ExitCode, TrainingFailed, WandistillError
+from wandistill.errors import DoesNotFit, ExitCode, TrainingFailed, WandistillError
 from wandistill.launch import lock, records, report, state
 from wandistill.launch.causes import Kind
 from wandistill.launch.ending import Ending, Shortage
+from wandistill.launch.forecast import check_fit
 from wandistill.launch.memory import RankMemory, limit_bytes, resident_bytes
 from wandistill.launch.metrics import LauncherMetrics, last_figures
 from wandistill.launch.node import Node
@@ -76,7 +77,7 @@ class Launcher:
             self._metrics.close()
 
     def _run(self) -> int:
-        ending = self._killed_before()
+        ending = self._killed_before() or self._refused()
         while ending is None:
             if self._node.number > 0 and state.all_steps_taken(self._output):
                 ending = Ending(ExitCode.DONE, "every step has been taken; node 0 exports the student")
@@ -135,6 +136,14 @@ class Launcher:
                 f"{last.idle} tries in a row ended without a new checkpoint, the last one with: {last.message}. "
                 f"Look at its reason; then remove {self._file.path} to try again."
             )
+        return None
+
+    def _refused(self) -> Ending | None:
+        """An ending where it is plain already that the run cannot fit, so that no rank starts."""
+        try:
+            check_fit(self._config, self._node.ranks, self._node.nodes)
+        except DoesNotFit as error:
+            return Ending(ExitCode.BAD_CONFIG, str(error))
         return None
 
     def _begin(self) -> Supervisor:

@@ -1,4 +1,4 @@
-"""What a rank's memory holds at one moment, as it is told to launcher, peers and reports."""
+"""How much host memory there is, and what a rank's memory holds at one moment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wandistill.launch.cgroup import MemoryCgroup
+from wandistill.launch.cgroup import Limit, MemoryCgroup
 from wandistill.units import format_bytes
 
 
@@ -78,3 +78,27 @@ def limit_bytes() -> int | None:
     group = MemoryCgroup.own()
     limit = group.tightest() if group else None
     return limit.limit if limit else None
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take: what the machine has available, or what its cgroups leave if less.
+
+    Page cache counts as available, since the kernel gives it up.
+    """
+    return max(min([_machine_bytes("MemAvailable"), *(limit.room for limit in _limits())]), 0)
+
+
+def whole_bytes() -> int:
+    """Memory that all processes here could have together: the machine's, or its cgroups' least limit if less."""
+    return min([_machine_bytes("MemTotal"), *(limit.limit for limit in _limits())])
+
+
+def _limits() -> list[Limit]:
+    group = MemoryCgroup.own()
+    return group.limits() if group else []
+
+
+def _machine_bytes(name: str) -> int:
+    """A field of /proc/meminfo."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return {key: int(value.split()[0]) * 1024 for key, value in (line.split(":", 1) for line in lines)}[name]

@@ -84,10 +84,10 @@ def newest_step(output_dir: Path) -> int:
 
 
 def all_steps_taken(output_dir: Path) -> bool:
-    """Whether the last step's checkpoint is there, and only the export may be missing."""
+    """Whether the last step's checkpoint is there, and only the export may be missing, or nothing."""
     with suppress(OSError, ValueError, KeyError):
         record = json.loads((output_dir / "run.json").read_text(encoding="utf-8"))
-        return 0 < int(record["steps"]) <= newest_step(output_dir)
+        return record.get("state") == "finished" or 0 < int(record["steps"]) <= newest_step(output_dir)
     return False
 
 

@@ -139,8 +139,7 @@ def request_of(args: argparse.Namespace) -> PlanRequest:
     model = find_model(args.model)
     spec = student_spec(args.student, model.architecture)
     machines = _machines(args)
-    size = spec.image_size
-    default = f"{size}x{size}" if size else "64x64" if model.name == "embedded" else "832x480"
+    default = spec.default_resolution(embedded=model.name == "embedded")
     width, height = parse_resolution(args.resolution or default)
     layers = model.architecture.num_layers
     path = args.teacher_device_map

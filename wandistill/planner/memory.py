@@ -138,14 +138,16 @@ def _base(request: PlanRequest, placement: Placement, *, computes: bool) -> list
     workspaces = cublas_workspaces(gpu, placement if computes else None)
     measured = request.machines.context
     terms = [
-        Term("cuda context", measured or CUDA_CONTEXT, "measured" if measured else "context and kernels", False),
+        Term("cuda context", CUDA_CONTEXT, "context and kernels", False)
+        if measured is None
+        else Term("cuda context", measured, "measured", False),
         Term("cublas workspaces", sum(workspaces), f"{len(workspaces)} x {format_bytes(workspaces[0])}"),
     ]
     if request.machines.world > 1:
         # The job's own communicator is there when the probe measures. That of a shared fetch counts wherever there may
         # be one: with more work auto takes none, and what fits would depend on that.
         split = placement is Placement.STREAM and may_split(request)
-        groups = (SPECS[placement].side_stream or placement is Placement.SHARDED or split) + (not measured)
+        groups = (SPECS[placement].side_stream or placement is Placement.SHARDED or split) + (measured is None)
         formula = f"{groups} communicators x {format_bytes(NCCL_COMMUNICATOR)}"
         terms.append(Term("nccl buffers", groups * NCCL_COMMUNICATOR, formula, allocated=False))
     return terms

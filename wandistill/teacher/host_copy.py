@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from wandistill.errors import DoesNotFit, WandistillError
-from wandistill.teacher.host_memory import available_bytes, pin, unpin
+from wandistill.launch.memory import available_bytes
+from wandistill.teacher.host_memory import pin, unpin
 from wandistill.teacher.layout import Record, TeacherLayout
 from wandistill.teacher.record_reader import RecordReader
 from wandistill.units import format_bytes

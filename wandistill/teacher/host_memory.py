@@ -1,31 +1,16 @@
-"""Host memory for weights: how much there is, and making it reachable for a GPU's copy engine."""
+"""Host memory for weights, and making it reachable for a GPU's copy engine."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from wandistill.launch.cgroup import MemoryCgroup
-
 # Larger registrations were seen to fail; see `pin`.
 _LARGEST_REGISTRATION = 64 << 30
-
-
-def available_bytes() -> int:
-    """Memory that this process may still take: what the machine has available, or what its cgroups leave if less.
-
-    Page cache counts as available, since the kernel gives it up.
-    """
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    fields = {name: int(value.split()[0]) * 1024 for name, value in (line.split(":", 1) for line in lines)}
-    group = MemoryCgroup.own()
-    rooms = [limit.room for limit in group.limits()] if group else []
-    return max(min([fields["MemAvailable"], *rooms]), 0)
 
 
 # What `pin` registered, by address, in bytes.

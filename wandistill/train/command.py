@@ -8,6 +8,7 @@ import os
 from wandistill import config
 from wandistill.errors import OutOfMemory
 from wandistill.launch.causes import cause_of
+from wandistill.launch.forecast import check_job
 
 # Where torch reads how its GPU allocator works, the older name last: the only one that all its versions know.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -19,10 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains; returns 0."""
+    """Trains; returns 0.
+
+    Raises:
+        WandistillError: with the exit code and the sentence for the user.
+    """
     settings = config.from_arguments(args)
+    check_job(settings)
     set_allocator()
-    # Imported here, so that --help and a wrong flag answer at once.
+    # Imported here, so that --help, a wrong flag and a run that cannot fit are answered at once.
     from wandistill.train.run import train
 
     try:

@@ -82,7 +82,8 @@ def settle(config: TrainConfig, folder: WanFolder, spec: StudentSpec, world: Wor
     model = dataclasses.replace(model_from_folder(folder.path), name=config.teacher_path, title=config.teacher_path)
     machines = measured_machines(world.gather(own))
     request = request_of_config(config, model, spec, machines, trains=trains)
-    # The blocks, whose kernels take memory too, can only make it tighter: what cannot fit need not wait for them.
+    # The blocks, whose kernels take memory too, can only make it tighter: what cannot fit need not wait for them. Where
+    # `wandistill.launch.forecast` said nothing, as of several nodes and of CPUs, this is the first refusal.
     _decided(request, None, config.force, world)
     blocks = world.gather(probe_blocks(request, folder, world))
     probes = world.gather(with_context(own, world.device))

@@ -19,8 +19,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from wandistill.launch.cgroup import MemoryCgroup
+from wandistill.launch.memory import available_bytes
 from wandistill.planner.measured import GpuProbe, RankProbe
-from wandistill.teacher.host_memory import HostBuffers, available_bytes
+from wandistill.teacher.host_memory import HostBuffers
 from wandistill.teacher.resident import cpu_computes
 from wandistill.train.distributed import World
 from wandistill.train.measuring import best_seconds, forget, random_numbers, unless_full

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from wandistill import teacher as placement
-from wandistill.config import FIELDS, TrainConfig, from_mapping, parse_resolution
-from wandistill.errors import ConfigError
+from wandistill.config import FIELDS, TrainConfig, from_mapping, parse_resolution, with_defaults
 from wandistill.launch import records
 from wandistill.launch.remedy import REPLANNED
 from wandistill.launch.state import replanned
@@ -80,32 +79,7 @@ def resolve(config: TrainConfig, world: World) -> Setup:
     """
     folder = open_teacher(config.teacher_path, config.teacher_revision)
     spec = student_spec(config.student_config, folder.architecture)
-    embedded = config.teacher_path == "embedded"
-    on_gpu = world.device.type == "cuda"
-    size = spec.image_size
-    default_resolution = f"{size}x{size}" if size else ("64x64" if embedded else "832x480")
-    dtype = config.teacher_dtype if config.teacher_dtype != "auto" else ("bfloat16" if on_gpu else "float32")
-    config = dataclasses.replace(
-        config,
-        device=world.device.type,
-        teacher_dtype=dtype,
-        resolution=config.resolution or default_resolution,
-        flow_shift=config.flow_shift or folder.flow_shift,
-        guidance_scale_2=config.guidance_low,
-        init=spec.init or config.init,
-    )
-    if not config.data_path and not embedded:
-        raise ConfigError(
-            "--data_path is missing: give a file of prompts (.txt, .csv, .jsonl, .parquet) or a folder of captioned "
-            "images. Only the embedded teacher brings prompts of its own."
-        )
-    if config.mixed_precision == "fp16" and not on_gpu:
-        raise ConfigError("--mixed_precision fp16: needs a GPU; on a CPU use no, or bf16 where the CPU has it.")
-    if config.targets == "cached" and config.feature_weight > 0:
-        raise ConfigError(
-            "--targets cached and --feature_weight contradict each other: cached targets hold velocities, no block "
-            "features. Use --targets online, or --feature_weight 0."
-        )
+    config = with_defaults(config, spec, device=world.device.type, flow_shift=folder.flow_shift)
     folder.latent_shape(*parse_resolution(config.resolution))
     return Setup(config, folder, spec, world, placement.DTYPES[config.teacher_dtype], world)
 

@@ -1,7 +1,7 @@
 """Dashboards without Grafana: a page drawn from the same JSON, with each panel's queries run on a Prometheus.
 
-`python -m tests.metrics.page URL FOLDER [SECONDS]` writes a page for each dashboard, over the last SECONDS (600), and
-with Chromium on PATH a picture of it.
+`python -m tests.metrics.page URL FOLDER [SECONDS [JOB]]` writes a page for each dashboard, over the last SECONDS (600)
+and of all jobs or one, and with Chromium on PATH a picture of it.
 """
 
 from __future__ import annotations
@@ -178,9 +178,10 @@ def _lines(panel: Json, rows: Sequence[Row], start: float, end: float) -> str:
         marks.append(f'<path d="M{left} {y:.1f}H{width - 8:.0f}" stroke="#2a2d33"/>')
         label = escape(formatted(tick, _unit(panel)))
         marks.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-    for part in range(4):
-        when = start + (end - start) * part / 4
-        x = left + part / 4 * (width - left - 8)
+    times = max(min(4, int((width - left) / 90)), 1)  # as many as there is room for
+    for part in range(times):
+        when = start + (end - start) * part / times
+        x = left + part / times * (width - left - 8)
         text = time.strftime("%H:%M:%S", time.gmtime(when))
         marks.append(f'<text x="{x:.1f}" y="{height - 3:.0f}">{text}</text>')
     keys = []
@@ -213,14 +214,14 @@ def _round(step: float, binary: bool) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
 
 
-def write(server: Prometheus, folder: Path, seconds: float, end: float | None = None) -> dict[str, list[str]]:
+def write(server: Prometheus, folder: Path, seconds: float, job: str = ".*") -> dict[str, list[str]]:
     """Writes the pages, and pictures where Chromium is; returns the panels without data of each dashboard."""
     folder.mkdir(parents=True, exist_ok=True)
-    end = end or time.time()
+    end = time.time()
     start = end - seconds
 
     def ask(expr: str, instant: bool) -> Sequence[Json]:
-        expr = with_variables(expr, ".*", ".*")
+        expr = with_variables(expr, ".*", job)
         return server.query(expr, end) if instant else server.query_range(expr, start, end, max(seconds / 300, 1))
 
     found = {}
@@ -244,4 +245,4 @@ def picture(file: Path) -> None:
 
 if __name__ == "__main__":
     url, target, *rest = sys.argv[1:]
-    print(json.dumps(write(Prometheus(url), Path(target), float(rest[0]) if rest else 600.0)))
+    print(json.dumps(write(Prometheus(url), Path(target), float(rest[0]) if rest else 600.0, *rest[1:2])))

@@ -50,7 +50,7 @@ def _progress() -> list[Panel]:
         Panel(
             "Time left",
             "stat",
-            [Query(f"wandistill_predicted_end_timestamp_seconds{{{RUN}}} - time()", "{{run}}")],
+            [Query(f"clamp_min(wandistill_predicted_end_timestamp_seconds{{{RUN}}} - time(), 0)", "{{run}}")],
             "s",
             "At the median pace of the last 101 steps.",
             width=6,

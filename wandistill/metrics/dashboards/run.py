@@ -211,14 +211,15 @@ def _time() -> list[Panel]:
             [
                 Query(
                     f"(time() - wandistill_rank_last_step_timestamp_seconds{{{RUN}}}) / "
-                    f"wandistill_rank_step_median_seconds{{{RUN}}}",
+                    f"clamp_min(5 * wandistill_rank_step_median_seconds{{{RUN}}}, 60)",
                     "{{run}} rank {{rank}}",
                 )
             ],
-            "none",
-            "In median steps; a rank beyond 5 is stalled.",
+            "percentunit",
+            "Of the time after which the rank counts as stalled: five median steps, and a minute at least.",
             least=0,
-            steps=(("green", None), ("orange", 3), ("red", 5)),
+            most=1,
+            steps=(("green", None), ("orange", 0.5), ("red", 1)),
         ),
         Panel(
             "Age of each rank's word",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from probes import card
 from ranks import Ranks
 from runs import SHORT, flags, here
 from sparse_wan import build_sparse_a14b
@@ -16,27 +17,14 @@ from sparse_wan import build_sparse_a14b
 from wandistill.config import from_mapping
 from wandistill.demo.captions import training_prompts
 from wandistill.errors import ConfigError, ExitCode
-from wandistill.planner.measured import GpuProbe, RankProbe, operations
+from wandistill.planner.measured import RankProbe, operations
 from wandistill.planner.work import block_work
 from wandistill.train import distributed, memory, placing, probe, probe_blocks
 from wandistill.train.memory import HostMemory, MemoryAccount
 from wandistill.train.setup import Setup, resolve, tell_notes
 from wandistill.units import GIB
 
-RTX_3090 = GpuProbe(
-    name="NVIDIA GeForce RTX 3090",
-    capability=(8, 6),
-    total=int(23.68 * GIB),
-    free=int(23.2 * GIB),
-    reserved=0,
-    alone=True,
-    peer_access=False,
-    host_link=25e9,
-    peer_link=None,
-    half=60e12,
-    float32=30e12,
-    memory=800e9,
-)
+RTX_3090 = card(free=int(23.2 * GIB), reserved=0)
 
 
 @pytest.fixture
@@ -128,8 +116,8 @@ def test_the_student_s_block_is_measured_as_it_is_trained_whatever_the_precision
     own = setup(tmp_path)
     run = settle(own).decision.plan.request.change(**settings).student_pass(2)
     config = own.folder.transformer_config
-    found = probe_blocks._trained(run, config, torch.device("cpu"), fp16=False, again=again)
-    assert found is not None and found.run.architecture.num_layers == 1
+    found = probe_blocks._trained_block(run, config, torch.bfloat16, torch.device("cpu"), again=again)
+    assert found.run.architecture.num_layers == 1
     assert found.trained and found.again is again and found.seconds > 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_nvml
+import probes
 import pytest
 from fake_nvml import card
 from launching import termination
@@ -28,7 +29,7 @@ from wandistill.launch.forecast import check_fit, check_job
 from wandistill.planner.advice import advise
 from wandistill.planner.decide import decide
 from wandistill.planner.from_config import request_of_config
-from wandistill.planner.measured import GpuProbe, RankProbe, measured_machines
+from wandistill.planner.measured import RankProbe, measured_machines
 from wandistill.student_config import student_spec
 from wandistill.units import GIB, MIB
 
@@ -296,42 +297,16 @@ def probe(total: int, taken: int, host: int = 128 * GIB) -> RankProbe:
     """A rank on a card of `total` bytes by NVML, as it is measured; `taken` by another process; `host` of its node."""
     context = 450 * MIB
     usable = total - 300 * MIB  # CUDA does not count all of it
-    gpu = GpuProbe(
-        name="NVIDIA GeForce RTX 3090",
-        capability=(8, 6),
-        total=usable,
-        free=min(total - taken, usable) - context,
-        reserved=0,
-        alone=not taken,
-        peer_access=False,
-        host_link=None,
-        peer_link=None,
-        half=None,
-        float32=None,
-        memory=None,
-    )
-    return RankProbe(
-        node=0,
-        gpu=gpu,
-        host_available=host - GIB,
-        host_limit=None,
-        host_own=GIB,
-        cores=16,
-        core_float32=1e11,
-        core_bfloat16=1e11,
-        shm=64 * GIB,
-        shm_free=64 * GIB,
-        disk_free=1000 * GIB,
-        disk_rate=None,
-    )
+    gpu = probes.card(total=usable, free=min(total - taken, usable) - context, reserved=0, alone=not taken)
+    return probes.rank(gpu, host_available=host - GIB, host_own=GIB)
 
 
-def accepts(config: TrainConfig, probes: list[RankProbe]) -> bool:
+def accepts(config: TrainConfig, ranks: list[RankProbe]) -> bool:
     """Whether a run would go on that has measured so."""
     model = model_from_folder(Path(config.teacher_path))
     student = student_spec(config.student_config, model.architecture)
     resolved = with_defaults(config, student, device="cuda", flow_shift=model.flow_shift)
-    return not decide(request_of_config(resolved, model, student, measured_machines(probes)), force=True).forced
+    return not decide(request_of_config(resolved, model, student, measured_machines(ranks)), force=True).forced
 
 
 @pytest.mark.parametrize("taken", [0, 4 * GIB], ids=["alone", "shared"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from probes import card, rank
 from sparse_wan import build_sparse_a14b
 
 from wandistill.catalog import find_gpu, find_model, model_from_folder
@@ -20,7 +21,6 @@ from wandistill.planner.from_config import request_of_config
 from wandistill.planner.measured import (
     BlockProbe,
     BlockProbes,
-    GpuProbe,
     RankProbe,
     block_to_measure,
     measured_machines,
@@ -40,42 +40,6 @@ from wandistill.student_config import student_spec
 from wandistill.units import GIB, MIB
 
 A14B = find_model("wan2.2-t2v-a14b")
-
-
-def card(**values: Any) -> GpuProbe:
-    """An RTX 3090 as a probe finds it."""
-    measured = {
-        "name": "NVIDIA GeForce RTX 3090",
-        "capability": (8, 6),
-        "total": int(23.68 * GIB),
-        "free": int(23.0 * GIB),
-        "reserved": 64 * MIB,
-        "alone": True,
-        "peer_access": False,
-        "host_link": 25e9,
-        "peer_link": None,
-        "half": 60e12,
-        "float32": 30e12,
-        "memory": 800e9,
-    }
-    return GpuProbe(**{**measured, **values})
-
-
-def rank(gpu: GpuProbe | None = None, **values: Any) -> RankProbe:
-    measured = {
-        "node": 0,
-        "host_available": 120 * GIB,
-        "host_limit": 128 * GIB,
-        "host_own": GIB // 2,
-        "cores": 16,
-        "core_float32": 4e11,
-        "core_bfloat16": 3e11,
-        "shm": 64 * GIB,
-        "shm_free": 60 * GIB,
-        "disk_free": 10**12,
-        "disk_rate": 4e9,
-    }
-    return RankProbe(gpu=gpu, **{**measured, **values})
 
 
 def ask(probes: list[RankProbe], model: Any = A14B, **settings: Any) -> PlanRequest:

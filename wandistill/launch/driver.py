@@ -47,13 +47,17 @@ def ask_nvml(question: Callable[[Any], Answer]) -> Answer | None:
             pynvml.nvmlShutdown()
 
 
+def nvml_text(value: str | bytes) -> str:
+    """A text of NVML's, which older versions of pynvml give as bytes."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
 def installed_driver() -> Driver | None:
     """The driver of this machine, by NVML; None where there is none or it cannot be asked."""
 
     def version(nvml: Any) -> Driver:
-        name = nvml.nvmlSystemGetDriverVersion()
         number = int(nvml.nvmlSystemGetCudaDriverVersion_v2())  # 12020 is 12.2
-        return Driver(name.decode() if isinstance(name, bytes) else str(name), (number // 1000, number % 1000 // 10))
+        return Driver(nvml_text(nvml.nvmlSystemGetDriverVersion()), (number // 1000, number % 1000 // 10))
 
     return ask_nvml(version)
 

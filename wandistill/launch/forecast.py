@@ -20,8 +20,9 @@ from wandistill.catalog import Model, find_gpu, model_from_folder, models
 from wandistill.config import TrainConfig, with_defaults
 from wandistill.errors import ConfigError, DoesNotFit
 from wandistill.launch import records, state
-from wandistill.launch.driver import ask_nvml, check_driver, torch_cuda
+from wandistill.launch.driver import ask_nvml, check_driver, nvml_text, torch_cuda
 from wandistill.launch.memory import available_bytes, whole_bytes
+from wandistill.launch.node import is_rank
 from wandistill.planner.decide import decide
 from wandistill.planner.from_config import request_of_config
 from wandistill.planner.measured import room_on_gpu
@@ -54,9 +55,8 @@ def check_job(config: TrainConfig) -> None:
     """
     if records.folder() is not None or "torch" in sys.modules:
         return
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    check_fit(config, ranks, -(-int(os.environ["WORLD_SIZE"]) // ranks) if launched else 1)
+    check_fit(config, ranks, -(-int(os.environ["WORLD_SIZE"]) // ranks) if is_rank() else 1)
 
 
 def check_fit(config: TrainConfig, ranks: int, nodes: int) -> None:
@@ -84,13 +84,14 @@ def check_fit(config: TrainConfig, ranks: int, nodes: int) -> None:
 def _refusal(config: TrainConfig, model: Model, ranks: int) -> DoesNotFit | None:
     """Why the run cannot fit on the GPUs as they are now."""
     cards = _cards_of(ranks, ask_nvml(_all_cards) or [])
+    if not cards:
+        return None
     try:
-        if cards:
-            _decide(config, model, cards)
+        _decide(config, model, cards)
     except DoesNotFit as error:
         return error
     except ConfigError:  # the run comes upon it too, and tells it in its turn
-        return None
+        pass
     return None
 
 
@@ -160,7 +161,7 @@ def _all_cards(nvml: Any) -> list[Card]:
     for handle in handles:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
-        cards.append(Card(_text(name), _text(uuid), int(memory.total), int(memory.free)))
+        cards.append(Card(nvml_text(name), nvml_text(uuid), int(memory.total), int(memory.free)))
     return cards
 
 
@@ -169,11 +170,6 @@ def _divided(nvml: Any, handle: Any) -> bool:
         return nvml.nvmlDeviceGetMigMode(handle)[0] != nvml.NVML_DEVICE_MIG_DISABLE
     except nvml.NVMLError_NotSupported:
         return False
-
-
-def _text(value: str | bytes) -> str:
-    """What older versions of pynvml give as bytes."""
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _cards_of(ranks: int, cards: list[Card]) -> list[Card]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,11 @@ _PORT = 29500
 
 # What an operator sets for a node, torchrun sets for each rank under the same names, and reads PET_* as flags.
 OPERATORS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_rank() -> bool:
+    """Whether torchrun started this process, or another program that sets the same variables."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from wandistill.config import TrainConfig
 from wandistill.errors import ConfigError, Interrupted, PeerLost, Terminated, TrainingFailed
 from wandistill.launch.driver import check_driver
+from wandistill.launch.node import is_rank
 from wandistill.train.alarm import Alarm
 from wandistill.train.watch import PeerWatch, peer_lost
 
@@ -149,7 +150,7 @@ def start(config: TrainConfig) -> World:
         ConfigError: --distributed without torchrun, a device that is not there, or more ranks on a node than GPUs.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    launched = is_rank()
     if config.distributed and not launched:
         raise ConfigError(
             "--distributed: no torchrun started this process; start it with "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from wandistill.units import GIB, MIB
 # beside which waking threads and what else an operation costs is a small part.
 _GPU_WORK, _GPU_WEIGHTS = 4e12, 4 * GIB
 _CPU_WORK, _CPU_WEIGHTS, _CPU_SECONDS = 2.5e8, 256 * MIB, 0.2
+# Of a pass, with the transformer's config, in a half precision, on a device.
+Measure = Callable[[Pass, Mapping[str, Any], torch.dtype, torch.device], BlockProbe]
 _FLOAT32 = set(WanTransformer3DModel._keep_in_fp32_modules)
 
 
@@ -60,10 +63,8 @@ def probe_blocks(request: PlanRequest, folder: WanFolder, world: World) -> Block
     student = None
     if request.trains:
         run, fp16 = request.student_pass(request.batch_size), request.mixed_precision == "fp16"
-        if device.type == "cuda":
-            student = _trained(run, config, device, fp16=fp16, again=request.gradient_checkpointing)
-        else:
-            student = _block(run, config, device, fp16=fp16)
+        on_gpu = partial(_trained_block, again=request.gradient_checkpointing)
+        student = _block(run, config, device, fp16=fp16, on_gpu=on_gpu)
     layout = TeacherLayout.of(folder.experts, config, Precision.of(DTYPES[request.teacher_dtype], device))
     return BlockProbes(own, student, cores, _widening(layout, device))
 
@@ -84,13 +85,17 @@ def _widening(layout: TeacherLayout, device: torch.device) -> float | None:
     return seconds
 
 
-def _block(run: Pass, config: Mapping[str, Any], device: torch.device, *, fp16: bool) -> BlockProbe | None:
-    """A block's forward; None where there is no memory for it, or a CPU would emulate its precision."""
-    on_gpu = device.type == "cuda"
+def _block(
+    run: Pass, config: Mapping[str, Any], device: torch.device, *, fp16: bool, on_gpu: Measure | None = None
+) -> BlockProbe | None:
+    """A block's forward, or on a GPU what `on_gpu` measures; None where there is no memory for it, or a CPU would
+    emulate its precision."""
     half = torch.float16 if fp16 else torch.bfloat16
-    if not on_gpu and run.compute.hidden == 2 and not cpu_computes(half):
-        return None
-    measure = _gpu_block if on_gpu else _cpu_block
+    measure: Measure = on_gpu or _gpu_block
+    if device.type != "cuda":
+        if run.compute.hidden == 2 and not cpu_computes(half):
+            return None
+        measure = _cpu_block
     found = unless_full(lambda: measure(run, config, half, device))
     forget(device)
     return found
@@ -128,34 +133,27 @@ def _random_block(run: Pass, config: Mapping[str, Any], half: torch.dtype, devic
     return block
 
 
-def _trained(
-    run: Pass, config: Mapping[str, Any], device: torch.device, *, fp16: bool, again: bool
-) -> BlockProbe | None:
-    """A block's forward and backward; None where there is no memory for it."""
-    half = torch.float16 if fp16 else torch.bfloat16
+def _trained_block(
+    run: Pass, config: Mapping[str, Any], half: torch.dtype, device: torch.device, *, again: bool
+) -> BlockProbe:
+    """A block's forward and backward, which computes the forward `again`."""
     measured = block_to_measure(run, work=_GPU_WORK / (4 if again else 3), weights=_GPU_WEIGHTS)
+    block = _random_block(measured, config, half, device).requires_grad_(True)
+    state = _random_state(measured, half, device)
+    # Of blocks before it, and of what lies outside the blocks, which are trained too.
+    entering = (state.hidden, state.prompt, state.time_projection)
+    for tensor in entering:
+        tensor.requires_grad_(True)
+    gradient = random_numbers(tuple(state.hidden.shape), state.hidden.dtype, device)
 
-    def measure() -> BlockProbe:
-        block = _random_block(measured, config, half, device).requires_grad_(True)
-        state = _random_state(measured, half, device)
-        # Of blocks before it, and of what lies outside the blocks, which are trained too.
-        entering = (state.hidden, state.prompt, state.time_projection)
-        for tensor in entering:
-            tensor.requires_grad_(True)
-        gradient = random_numbers(tuple(state.hidden.shape), state.hidden.dtype, device)
+    def train() -> None:
+        with torch.autocast(device.type, half, enabled=measured.compute.autocast):
+            hidden = run_blocks([block], state, gradient_checkpointing=again)[0].hidden
+        hidden.backward(gradient.to(hidden.dtype))
+        for tensor in (*entering, *block.parameters()):
+            tensor.grad = None
 
-        def train() -> None:
-            with torch.autocast(device.type, half, enabled=measured.compute.autocast):
-                hidden = run_blocks([block], state, gradient_checkpointing=again)[0].hidden
-            hidden.backward(gradient.to(hidden.dtype))
-            for tensor in (*entering, *block.parameters()):
-                tensor.grad = None
-
-        return BlockProbe(measured, best_seconds(train, device, calls=4), trained=True, again=again)
-
-    found = unless_full(measure)
-    forget(device)
-    return found
+    return BlockProbe(measured, best_seconds(train, device, calls=4), trained=True, again=again)
 
 
 @torch.no_grad()

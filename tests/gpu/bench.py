@@ -1,9 +1,11 @@
-"""`python -m tests.gpu.bench`: every placement of a 14B-shaped teacher beside resident and the peers, forward only.
+"""`python -m tests.gpu.bench`: every placement of a 14B-shaped teacher beside resident and the peers.
 
 A world of ranks measures its host link first, then the resident teacher, then each case on the same tensors, and puts
 a row for each case and shape into section `bench` of tests/gpu/measured.yaml: seconds of a step among others that
 follow each other (median, least, most), the ratio to the resident teacher, the seconds over what the link allows, the
 memory of each GPU and of the host, the bytes moved, and whether the answers are the resident teacher's to the bit.
+These are forwards of the teacher alone; a few cases are whole training steps, whose ratio is to the seconds that the
+resident teacher and the student take, measured apart (`bench_trainer`).
 
     --case stream fsdp2      these alone; without it all but those that take long
     --ranks 1 2              worlds; one GPU for each rank
@@ -32,8 +34,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.gpu import bench_trainer, table
-from tests.gpu.bench_cases import CASES, NAMES, RESIDENT, TINY, TRAINER_CASES, WIDE, Case
-from tests.gpu.bench_measure import Forward, Shape, Usage, ask_of, asked, host_link, slowest, steady
+from tests.gpu.bench_cases import CASES, NAMES, RESIDENT, TINY, TRAINER_CASES, WIDE, Case, TrainerCase
+from tests.gpu.bench_measure import Forward, Shape, Usage, ask_of, asked, host_link, settle, slowest, steady
 from tests.gpu.bench_peers import PEERS
 from tests.gpu.bench_timeline import timeline
 from tests.gpu.measure_plan import random_teacher
@@ -80,7 +82,7 @@ class Bench:
         """All cases of this world."""
         wanted = self._args.case or [name for name in NAMES if not any(c.name == name and c.extra for c in CASES)]
         cases = [case for case in CASES if case.name in wanted and self._world.size in case.ranks]
-        trainers = [name for name in TRAINER_CASES if name in wanted and self._world.size > 1]
+        trainers = [case for case in TRAINER_CASES if case.name in wanted and self._world.size in case.ranks]
         shapes = {shape: None for case in cases for shape in case.shapes[self._world.size]}
         if trainers:
             shapes[WIDE] = None
@@ -95,9 +97,9 @@ class Bench:
         for case in own:
             if self._fits(case):
                 self._measure(case)
-        for name in trainers:
-            if self._fits(replace(RESIDENT, name=name)):
-                self._train(name)
+        for trainer in trainers:
+            if self._fits(trainer):
+                self._train(trainer)
         for case in peers:
             if self._fits(case):
                 self._measure(case)
@@ -156,13 +158,13 @@ class Bench:
         finally:
             teacher.close()
 
-    def _train(self, name: str) -> None:
+    def _train(self, case: TrainerCase) -> None:
         """A case of whole training steps."""
-        setting = self._setting("gpu0", **TRAINER_CASES[name])
+        setting = self._setting(case.placement, **case.settings)
         if (False, WIDE) not in self._resident:
-            return self._say(f"{name}: left out, since the resident teacher was not measured.")
+            return self._say(f"{case.name}: left out, since the resident teacher was not measured.")
         teacher = max(self._world.gather(self._resident[False, WIDE]))
-        self._tell(name, WIDE, bench_trainer.measure(setting, self._sized(WIDE), teacher))
+        self._tell(case.name, WIDE, bench_trainer.measure(setting, self._sized(WIDE), teacher))
 
     def _setting(self, placement: str, **flags: Any) -> Setting:
         size, tiny = self._sized(WIDE), self._args.tiny
@@ -187,9 +189,11 @@ class Bench:
     def _sized(self, shape: Shape) -> Shape:
         return TINY[shape] if self._args.tiny else shape
 
-    def _fits(self, case: Case) -> bool:
+    def _fits(self, case: Case | TrainerCase) -> bool:
         """Whether the machine has the memory; says what it lacks."""
         world, reason = self._world, ""
+        # Until then torch keeps what the case before gave back.
+        settle(world)
         if world.device.type == "cuda":
             free, total = torch.cuda.mem_get_info()
             need = int(case.gpu * self._weights + _ROOM * total)

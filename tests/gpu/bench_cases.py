@@ -48,6 +48,21 @@ class Case:
         return bool(self.settings.get("teacher_compile"))
 
 
+@dataclass(frozen=True)
+class TrainerCase:
+    """Whole training steps of each rank on shape WIDE, see `bench_trainer`.
+
+    The fields are those of `Case`; `gpu` and `host` count the student too.
+    """
+
+    name: str
+    placement: str
+    ranks: tuple[int, ...]
+    settings: Mapping[str, Any]
+    gpu: float
+    host: Mapping[int, float]
+
+
 def _both(share: float) -> dict[int, float]:
     return {1: share, 2: share}
 
@@ -75,7 +90,7 @@ CASES = (
     SHARDED,
     Case("balanced", "balanced", ranks=(2,), gpu=0.6, repeats=20),
     Case("sequential", "sequential", ranks=(2,), shapes=_ONE_SMALL, gpu=1.0),
-    # Its forwards alone; whole training steps are below.
+    # Its forwards alone; whole training steps are in TRAINER_CASES.
     Case("gpu0", "gpu0", ranks=(2,), gpu=1.0, settings={"teacher_rank_trains": "yes"}),
     Case(
         "accelerate-cpu-offload", ranks=(1,), shapes=_ONE_SMALL, link="host", warm_up=1, repeats=1, host=_both(1.1),
@@ -86,6 +101,14 @@ CASES = (
     Case("fsdp2", ranks=(2,), link="peer", gpu=0.7, host={2: 2.1}, moved={2: 0.5}),
     Case("fsdp2-cpu-offload", ranks=(2,), link="host", host={2: 3.6}, moved={2: 0.5}),
 )  # fmt: skip
-# Whole training steps, see `bench_trainer`.
-TRAINER_CASES = {"gpu0-trains": {"teacher_rank_trains": "yes"}, "gpu0-serves": {"teacher_rank_trains": "no"}}
-NAMES = (RESIDENT.name, *(case.name for case in CASES), *TRAINER_CASES)
+# On the host each student is built in float32, whatever it is trained in.
+TRAINER_CASES = (
+    TrainerCase("gpu0-trains", "gpu0", (2,), {"teacher_rank_trains": "yes"}, gpu=1.6, host={2: 0.3}),
+    TrainerCase("gpu0-serves", "gpu0", (2,), {"teacher_rank_trains": "no"}, gpu=1.0, host={2: 0.15}),
+    # Weights and gradients in bfloat16, 8-bit moments: in float32 they would fill a GPU.
+    TrainerCase(
+        "stream-trains-half", "stream", (1,),
+        {"student_config": "half", "optimizer": "adamw8bit", "mixed_precision": "no"}, gpu=1.7, host={1: 2.0},
+    ),
+)  # fmt: skip
+NAMES = (RESIDENT.name, *(case.name for case in (*CASES, *TRAINER_CASES)))

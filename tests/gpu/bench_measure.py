@@ -86,7 +86,7 @@ def steady(forward: Forward, ask: Ask, world: World, *, warm_up: int, repeats: i
         event.record()
         return event
 
-    _settle(world)
+    settle(world)
     marks = [mark()]
     for step in range(warm_up + repeats):
         if step == warm_up:
@@ -107,7 +107,7 @@ class Usage:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        _settle(world)
+        settle(world)
         self._allocated, self._free, self._host = self._now()
         self._began = time.perf_counter()
         self._load_seconds, self._weights, self._placed, self._held = 0.0, 0, 0, 0
@@ -115,7 +115,7 @@ class Usage:
     def placed(self) -> None:
         """Says that the teacher is at its place now."""
         self._load_seconds = time.perf_counter() - self._began
-        _settle(self._world)
+        settle(self._world)
         allocated, free, host = self._now()
         self._weights, self._placed = allocated - self._allocated, self._free - free
         self._held = host - self._host
@@ -157,6 +157,16 @@ class Usage:
         return torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0], _host_bytes()
 
 
+def settle(world: World) -> None:
+    """Ends what is under way, and frees what nobody needs, on all ranks."""
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    world.barrier()
+
+
 def spread(seconds: list[float]) -> dict[str, Any]:
     """Median, least, most and number of measurements."""
     return {
@@ -179,7 +189,7 @@ def host_link(world: World) -> float | None:
     buffer = HostBuffers(_COPIED, 1, world.device)
     target = torch.empty(_COPIED, dtype=torch.uint8, device=world.device)
     target.copy_(buffer.tensors[0], non_blocking=True)
-    _settle(world)
+    settle(world)
     began = time.perf_counter()
     for _ in range(_COPIES):
         target.copy_(buffer.tensors[0], non_blocking=True)
@@ -187,16 +197,6 @@ def host_link(world: World) -> float | None:
     rate = _COPIED * _COPIES / (time.perf_counter() - began)
     buffer.close()
     return min(world.gather(rate))
-
-
-def _settle(world: World) -> None:
-    """Ends what is under way, and frees what nobody needs, on all ranks."""
-    gc.collect()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    world.barrier()
 
 
 def _host_bytes() -> int:

@@ -1,4 +1,4 @@
-"""gpu0's cases of the benchmark: whole training steps, against the teacher's and the student's time measured apart."""
+"""Whole training steps of the benchmark, against the teacher's and the student's time measured apart."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def measure(setting: Setting, shape: Shape, teacher_seconds: float) -> dict[str,
     """A row's figures; all ranks of the job call this together.
 
     Args:
-        setting: of gpu0.
+        setting: of the teacher's place and of the student.
         shape: what a rank asks for.
         teacher_seconds: that the resident teacher takes for the batch of one rank.
 
     Returns:
-        The step's seconds; the student's and the teacher's alone; and what the step should take: their sum where the
-        teacher's rank trains, else the longer of the two, since they run on GPUs of their own.
+        The step's seconds; the student's alone, and the teacher's for all batches that its GPU computes; and what the
+        step should take: their sum, or the longer of the two where a GPU has the teacher only.
     """
     world = setting.world
     usage = Usage(world)
@@ -92,14 +92,16 @@ def measure(setting: Setting, shape: Shape, teacher_seconds: float) -> dict[str,
     teacher.close()
     found = [ranks for ranks in world.gather((alone, steps)) if ranks[0]]
     student = max(sorted(own)[len(own) // 2] for own, _ in found)
-    for_all = teacher_seconds * training.size
-    expected = for_all + student if serving is None else max(for_all, student)
+    # gpu0's one GPU computes for all ranks; elsewhere each GPU computes as much as one rank asks for.
+    batches = training.size if setting.config.teacher_device_strategy == "gpu0" else 1
+    teacher_alone = teacher_seconds * batches
+    expected = teacher_alone + student if serving is None else max(teacher_alone, student)
     row = slowest(steps, training) if training.takes_part else None
     row = next(one for one in world.gather(row) if one is not None)
     return {
         **row,
         "student_seconds": round(student, 6),
-        "teacher_for_all_seconds": round(for_all, 6),
+        "teacher_alone_seconds": round(teacher_alone, 6),
         "expected_seconds": round(expected, 6),
         "ratio_to_expected": round(row["seconds"] / expected, 4),
         **usage.row(),

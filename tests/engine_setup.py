@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,13 +148,17 @@ def write_random(folder: Path, *, dtype: torch.dtype | None = None, **sizes: int
         outer = {name: tensor for name, tensor in drawn.items() if not name.startswith("blocks.")}
         block = {name.removeprefix("blocks.0."): tensor for name, tensor in drawn.items() if name not in outer}
         count = config["num_layers"] + 1
-        places = {}
-        for number in range(count):
+
+        def write(number: int) -> dict[str, str]:
             rolled = {f"blocks.{number - 1}.{name}": tensor.roll(number) for name, tensor in block.items()}
             shard = rolled if number else outer
             file = f"diffusion_pytorch_model-{number + 1:05d}-of-{count:05d}.safetensors"
             save_file(shard, path / file)
-            places |= dict.fromkeys(shard, file)
+            return dict.fromkeys(shard, file)
+
+        # A few at a time: rolling and writing take as long as each other.
+        with ThreadPoolExecutor(4) as pool:
+            places = {name: file for written in pool.map(write, range(count)) for name, file in written.items()}
         index = {"metadata": {}, "weight_map": places}
         (path / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return folder

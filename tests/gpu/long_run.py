@@ -67,7 +67,8 @@ def main() -> None:
     args = parser.parse_args()
     args.keep.mkdir(parents=True, exist_ok=True)
     folder = args.work / "teacher"
-    write_teacher(folder, tiny=args.tiny)
+    if not folder.exists():
+        write_teacher(folder, tiny=args.tiny)
     shards = sorted(folder.glob("transformer*/*.safetensors"))
     settings = (
         SETTINGS

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +130,6 @@ def write_random(folder: Path, *, dtype: torch.dtype | None = None, **sizes: int
     Larger than the memory, if need be: one block is drawn, and rolled for each, so that no two are alike.
     """
     import torch
-    from safetensors.torch import save_file
 
     from wandistill.models.weights import empty_transformer
 
@@ -148,17 +148,23 @@ def write_random(folder: Path, *, dtype: torch.dtype | None = None, **sizes: int
         outer = {name: tensor for name, tensor in drawn.items() if not name.startswith("blocks.")}
         block = {name.removeprefix("blocks.0."): tensor for name, tensor in drawn.items() if name not in outer}
         count = config["num_layers"] + 1
-
-        def write(number: int) -> dict[str, str]:
-            rolled = {f"blocks.{number - 1}.{name}": tensor.roll(number) for name, tensor in block.items()}
-            shard = rolled if number else outer
-            file = f"diffusion_pytorch_model-{number + 1:05d}-of-{count:05d}.safetensors"
-            save_file(shard, path / file)
-            return dict.fromkeys(shard, file)
-
         # A few at a time: rolling and writing take as long as each other.
         with ThreadPoolExecutor(4) as pool:
-            places = {name: file for written in pool.map(write, range(count)) for name, file in written.items()}
+            written = list(pool.map(partial(_write_shard, path, outer, block, count), range(count)))
+        places = {name: file for file, names in written for name in names}
         index = {"metadata": {}, "weight_map": places}
         (path / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return folder
+
+
+def _write_shard(
+    path: Path, outer: dict[str, torch.Tensor], block: dict[str, torch.Tensor], count: int, number: int
+) -> tuple[str, list[str]]:
+    """Writes a shard of `count`: the first is what lies outside the blocks. Returns its file and what it holds."""
+    from safetensors.torch import save_file
+
+    rolled = {f"blocks.{number - 1}.{name}": tensor.roll(number) for name, tensor in block.items()}
+    shard = rolled if number else outer
+    file = f"diffusion_pytorch_model-{number + 1:05d}-of-{count:05d}.safetensors"
+    save_file(shard, path / file)
+    return file, list(shard)

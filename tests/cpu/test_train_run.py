@@ -303,3 +303,14 @@ def test_torch_s_allocator_grows_its_segments_unless_the_user_says_how_it_works(
     monkeypatch.setenv(name, "max_split_size_mb:64")
     assert here(arguments) == 0
     assert seen == ["expandable_segments:True", "max_split_size_mb:64" if "CUDA" in name else None]
+
+
+def test_more_kernels_may_wait_for_a_gpu_unless_the_user_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    name = "CUDA_SCALE_LAUNCH_QUEUES"
+    monkeypatch.setattr("wandistill.train.run.train", lambda _: seen.append(os.environ.get(name)))
+    monkeypatch.setenv(name, "2x")
+    assert here(["train", "--teacher_path", "embedded", "--data_path", "prompts.txt"]) == 0
+    monkeypatch.delenv(name)
+    assert here(["train", "--teacher_path", "embedded", "--data_path", "prompts.txt"]) == 0
+    assert seen == ["2x", "4x"]

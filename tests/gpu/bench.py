@@ -3,9 +3,9 @@
 A world of ranks measures its host link first, then the resident teacher, then each case on the same tensors, and puts
 a row for each case and shape into section `bench` of tests/gpu/measured.yaml: seconds of a step among others that
 follow each other (median, least, most), the ratio to the resident teacher, the seconds over what the link allows, the
-memory of each GPU and of the host, the bytes moved, and whether the answers are the resident teacher's to the bit.
-These are forwards of the teacher alone; a few cases are whole training steps, whose ratio is to the seconds that the
-resident teacher and the student take, measured apart (`bench_trainer`).
+memory of each GPU and of the host, clock and power of each GPU, the bytes moved, and whether the answers are the
+resident teacher's to the bit. These are forwards of the teacher alone; a few cases are whole training steps, whose
+ratio is to the seconds that the resident teacher and the student take, measured apart (`bench_trainer`).
 
     --case stream fsdp2      these alone; without it all but those that take long
     --ranks 1 2              worlds; one GPU for each rank
@@ -47,7 +47,7 @@ from wandistill.launch.memory import available_bytes
 from wandistill.models.wan import open_teacher
 from wandistill.teacher import DTYPES, Setting, place
 from wandistill.train import distributed
-from wandistill.train.command import set_allocator
+from wandistill.train.command import set_gpu_environment
 from wandistill.train.distributed import World
 from wandistill.train.probe import probe_machine
 
@@ -113,7 +113,7 @@ class Bench:
             for shape in case.shapes[world.size]:
                 ask = ask_of(self._setting("gpu"), self._sized(shape))
                 measured = steady(forward, ask, world, warm_up=case.warm_up, repeats=case.repeats)
-                row = {**slowest(measured.seconds, world), **usage.row()}
+                row = {**slowest(measured.seconds, world), **usage.row(), **measured.card.row(world)}
                 if case.placement == RESIDENT.placement:
                     self._expected[case.compiled, shape] = measured.velocity
                     self._resident[case.compiled, shape] = statistics.median(measured.seconds)
@@ -247,7 +247,7 @@ def main() -> int:
     parser.add_argument("--as_rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     # As a run has it; the ranks inherit it.
-    set_allocator()
+    set_gpu_environment()
     if args.as_rank:
         world = distributed.start(from_mapping({"device": args.device}))
         Bench(args, world).run()

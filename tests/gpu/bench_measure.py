@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from wandistill.teacher.copy_stream import Copied
 from wandistill.teacher.host_memory import HostBuffers
 from wandistill.train.distributed import World
 
+# Seconds between two looks at a card.
+_LOOK = 0.05
 # What a link is measured with, in a row: long enough that starting and ending does not count.
 _COPIED, _COPIES = 256 << 20, 16
 
@@ -68,6 +71,47 @@ class Measured(NamedTuple):
     seconds: list[float]
     moved: int  # bytes a step that copy streams of wandistill copied
     velocity: Tensor  # the last answer
+    card: Card
+
+
+class Card:
+    """A GPU's mean SM clock and power while it is looked at; nothing on a CPU.
+
+    At the limit of its power a card lowers its clock, and what moves bytes takes power too: so a placement may be
+    slower than the resident teacher although its copies are hidden.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._looks: list[tuple[float, float]] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Card:
+        if self._device.type == "cuda":
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def row(self, world: World) -> dict[str, Any]:
+        """Lists with an entry for each rank; all ranks call this together."""
+        if self._device.type != "cuda":
+            return {}
+        means = [
+            [round(sum(values) / len(values), 1) for values in zip(*own, strict=True)]
+            for own in world.gather(self._looks)
+        ]
+        return {"sm_clock_mhz": [clock for clock, _ in means], "power_watts": [power for _, power in means]}
+
+    def _watch(self) -> None:
+        while True:
+            self._looks.append((torch.cuda.clock_rate(self._device), torch.cuda.power_draw(self._device) / 1000))
+            if self._ended.wait(_LOOK):
+                return
 
 
 @torch.no_grad()
@@ -88,18 +132,19 @@ def steady(forward: Forward, ask: Ask, world: World, *, warm_up: int, repeats: i
 
     settle(world)
     marks = [mark()]
-    for step in range(warm_up + repeats):
-        if step == warm_up:
-            before = Copied.size
-        velocity = forward(ask)
-        marks.append(mark())
+    with Card(world.device) as card:
+        for step in range(warm_up + repeats):
+            if step == warm_up:
+                before = Copied.size
+            velocity = forward(ask)
+            marks.append(mark())
+            if on_gpu:
+                marks[-2].synchronize()
         if on_gpu:
-            marks[-2].synchronize()
-    if on_gpu:
-        torch.cuda.synchronize()
+            torch.cuda.synchronize()
     pairs = list(zip(marks[warm_up:], marks[warm_up + 1 :], strict=False))
     seconds = [begin.elapsed_time(end) / 1000 if on_gpu else end - begin for begin, end in pairs]
-    return Measured(seconds, (Copied.size - before) // repeats, velocity)
+    return Measured(seconds, (Copied.size - before) // repeats, velocity, card)
 
 
 class Usage:

@@ -51,7 +51,7 @@ from wandistill.teacher.base import TeacherOutput
 from wandistill.teacher.layout import Precision
 from wandistill.teacher.resident import ResidentTeacher
 from wandistill.train import distributed
-from wandistill.train.command import set_allocator
+from wandistill.train.command import set_gpu_environment
 from wandistill.train.distributed import World
 
 # Bound of the distance to float32 over that of the resident teacher in bfloat16 (design: "equal").
@@ -211,7 +211,7 @@ def main() -> int:
     parser.add_argument("--as_rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     # As a run has it; the ranks inherit it.
-    set_allocator()
+    set_gpu_environment()
     if args.as_rank:
         work_as_rank(args)
         return 0

@@ -225,7 +225,7 @@ def train(setting: Setting, teacher: Teacher) -> list[float]:
     spec = student_spec("half", folder.architecture)
     objective = build_objective("velocity", 0.5, spec.blocks)
     pairs = list(zip(objective.student_blocks, objective.teacher_blocks, strict=True))
-    student = TrainedStudent(build_student(folder, spec, "low", feature_pairs=pairs), config, world)
+    student = TrainedStudent(build_student(folder, spec, "low", feature_pairs=pairs, placed=teacher), config, world)
     samples = STEPS * config.batch_size * config.gradient_accumulation_steps * world.size - 3
     sampler = Sampler(
         config, world, RandomData(setting), total_samples=samples, boundary=folder.boundary, shift=folder.flow_shift

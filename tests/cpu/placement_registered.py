@@ -41,6 +41,9 @@ class EagerTeacher:
         assert isinstance(ticket, TeacherOutput)
         return ticket
 
+    def weight(self, expert: Expert, name: str) -> None:
+        """The student's first weights come from the files."""
+
     def close(self) -> None:
         self._models.clear()
 

@@ -224,6 +224,16 @@ def test_a_narrower_student_trains_with_projected_features(train, tmp_path):
     assert run["student"]["config"]["num_attention_heads"] == 3
 
 
+@pytest.mark.parametrize("placement", ["cpu", "offload", "stream"])
+def test_a_node_reads_once_what_its_host_copy_and_the_student_begin_with(placement, train, tmp_path, monkeypatch):
+    def refuse(*args: object, **more: object) -> None:
+        raise AssertionError("the teacher's files are read again")
+
+    monkeypatch.setattr("wandistill.models.weights.safe_open", refuse)
+    # Where rollouts are missing, the teacher is at its place before the student is built.
+    assert train(teacher_device_strategy=placement, init="high", cache_dir=tmp_path / "cache", rollout_steps=1) == 0
+
+
 def test_cached_targets_train_without_the_teacher(train, tmp_path, monkeypatch):
     cached = {"targets": "cached"}
     assert train(output_dir=tmp_path / "first", **cached) == 0

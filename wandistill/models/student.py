@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from wandistill.models.forward import forward
 from wandistill.models.weights import TransformerFiles, empty_transformer, read_mean
 from wandistill.models.width import Cut, Importance, measure_importance
 from wandistill.student_config import INITS, StudentSpec
-from wandistill.teacher.base import Expert
+from wandistill.teacher.base import Expert, Teacher
 
 if TYPE_CHECKING:
     from wandistill.models.wan import WanFolder
@@ -101,10 +102,12 @@ def build_student(
     feature_pairs: Sequence[tuple[int, int]] = (),
     importance: Importance | None = None,
     seed: int = 0,
+    placed: Teacher | None = None,
 ) -> Student:
     """The student with its first weights, float32 on the CPU; the same bits on every call.
 
-    The teacher's weights are read tensor by tensor, and only those that the student takes.
+    The teacher's weights are taken tensor by tensor, and only those that the student has: from the files, or where a
+    placed teacher has the same numbers in this node's memory from there, so that the disk gives them once.
 
     Args:
         folder: the teacher.
@@ -113,6 +116,7 @@ def build_student(
         feature_pairs: (student block, teacher block) of each distilled feature.
         importance: what decides which heads and channels a narrower student keeps; see `wandistill.models.width`.
         seed: of what is drawn at random: the feature projections, and everything under random.
+        placed: the teacher at its place, if it is there already; the student keeps nothing of it.
 
     Raises:
         ConfigError: a tensor that the student needs is not in the teacher's files.
@@ -133,7 +137,10 @@ def build_student(
     if narrow and importance is None:
         raise ValueError("a narrower student needs an importance to choose its heads and channels by")
     cut = Cut(importance, spec.architecture, folder.architecture, spec.blocks) if narrow and importance else None
-    sources = [TransformerFiles(folder.path / expert.value) for expert in init_experts(folder, init)]
+    sources = [
+        TransformerFiles(folder.path / expert.value, partial(placed.weight, expert) if placed is not None else None)
+        for expert in init_experts(folder, init)
+    ]
     weights = {}
     for name in student.transformer.state_dict():
         tensor = read_mean(sources, _teacher_name(name, spec))

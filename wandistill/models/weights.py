@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,19 @@ from wandistill.models.wan_weights import component_tensors
 
 
 class TransformerFiles:
-    """The safetensors of one diffusers transformer folder, whole or in shards."""
+    """The safetensors of one diffusers transformer folder, whole or in shards.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        held: gives a tensor that lies in memory with the numbers of the files, or None; what it gives is not read.
+    """
+
+    def __init__(self, folder: Path, held: Callable[[str], Tensor | None] | None = None) -> None:
         self.folder = folder
+        self._held = held
         self._stored = component_tensors(folder, "diffusion_pytorch_model")
 
     def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The tensor `name` in `dtype`, on the CPU.
+        """The tensor `name` in `dtype`, on the CPU and the caller's own.
 
         Raises:
             ConfigError: the files hold no such tensor.
@@ -33,6 +38,9 @@ class TransformerFiles:
                 f"{self.folder} holds no tensor {name}, which its config.json describes: config and weights are of "
                 "different models."
             )
+        held = self._held(name) if self._held is not None else None
+        if held is not None:
+            return held.to(dtype, copy=True)
         # Opened anew for each tensor: a mapping that stays open keeps every page that was read in memory.
         with safe_open(self._stored[name].file, framework="pt") as file:
             return file.get_tensor(name).to(dtype)

@@ -82,8 +82,13 @@ class Assembly:
         blocks: Feed,
         resident: dict[Record, Tensor] | None = None,
         closing: Iterable[Callable[[], None]] = (),
+        copy: HostCopy | None = None,
     ) -> BlockEngine:
-        """The teacher; closing it closes the feeds, then `closing` in order."""
+        """The teacher; closing it closes the feeds, then `closing` in order.
+
+        Args:
+            copy: of the whole teacher, where there is one.
+        """
         config = self.setting.config
         empty = with_one_block(self.setting.folder.transformer_config)
         empty_block = empty.blocks[0]
@@ -103,6 +108,7 @@ class Assembly:
             expand_timesteps=self.setting.folder.expand_timesteps,
             micro_batch=config.teacher_micro_batch,
             closing=tuple(closing),
+            copy=copy,
         )
 
 
@@ -139,7 +145,8 @@ def build_from_host_copy(setting: Setting, *, slots: int, resident_blocks: int, 
     stream, size = parts.stream, layout.block.size
     if transport is not None:
         stream, size = SplitStream(device, transport), slot_size(size, transport.size)
-    engine = parts.engine(parts.outer_slot(copy), Slots(source, size, slots, device, stream), resident, closing)
+    blocks = Slots(source, size, slots, device, stream)
+    engine = parts.engine(parts.outer_slot(copy), blocks, resident, closing, copy)
     return engine if transport is None else LockstepTeacher(engine, transport, layout.blocks)
 
 

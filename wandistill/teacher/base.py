@@ -100,6 +100,12 @@ class Teacher(Protocol):
         """The answer to one ticket; each ticket is answered once."""
         ...
 
+    def weight(self, expert: Expert, name: str) -> Tensor | None:
+        """The tensor `name` of the expert's files where this node's memory holds the same numbers, if only in another
+        dtype. None: it holds none, or rounded ones. Valid until `close`, so whoever keeps it copies it.
+        """
+        ...
+
     def close(self) -> None:
         """Gives memory, files and process groups back."""
         ...

@@ -24,7 +24,7 @@ def build(setting: Setting) -> Teacher:
     parts.reader.close()
     share = ExitStack()
     share.enter_context(share_of_cores(setting.world.local_size))
-    return parts.engine(Mapped(copy), Mapped(copy), closing=[copy.close, share.close])
+    return parts.engine(Mapped(copy), Mapped(copy), closing=[copy.close, share.close], copy=copy)
 
 
 @contextmanager

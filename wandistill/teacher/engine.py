@@ -20,6 +20,7 @@ from wandistill.teacher.base import Expert, Prompt, Request, TeacherOutput
 from wandistill.teacher.compiled import compile_block
 from wandistill.teacher.copy_stream import CopyStream
 from wandistill.teacher.feeds import Feed
+from wandistill.teacher.host_copy import HostCopy
 from wandistill.teacher.layout import OUTER, Record, RecordLayout, TeacherLayout
 from wandistill.teacher.widening import Widening
 
@@ -200,6 +201,7 @@ class BlockEngine:
         device: where the teacher computes; x may come from another, and answers go back to it.
         micro_batch: most samples in one forward, both halves of guidance counted; 0: all of a request.
         closing: what gives back the memory, threads and files that the records come from.
+        copy: of the whole teacher in the node's memory, if there is one.
     """
 
     def __init__(
@@ -211,6 +213,7 @@ class BlockEngine:
         expand_timesteps: bool,
         micro_batch: int,
         closing: Sequence[Callable[[], None]] = (),
+        copy: HostCopy | None = None,
     ) -> None:
         self._outer = outer
         self._blocks = blocks
@@ -218,6 +221,7 @@ class BlockEngine:
         self._expand_timesteps = expand_timesteps
         self._micro_batch = micro_batch
         self._closing = closing
+        self._copy = copy
         self._waiting: deque[_Pass] = deque()
 
     def request(
@@ -245,6 +249,10 @@ class BlockEngine:
             self._turn()
         output, ticket.output = ticket.output, None
         return output
+
+    def weight(self, expert: Expert, name: str) -> Tensor | None:
+        """From the host copy."""
+        return self._copy.weight(expert, name) if self._copy is not None else None
 
     def close(self) -> None:
         """Frees everything; waiting requests are dropped."""

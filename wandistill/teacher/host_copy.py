@@ -31,6 +31,7 @@ from torch import Tensor
 
 from wandistill.errors import DoesNotFit, WandistillError
 from wandistill.launch.memory import available_bytes
+from wandistill.teacher.base import Expert
 from wandistill.teacher.host_memory import pin, unpin
 from wandistill.teacher.layout import Record, TeacherLayout
 from wandistill.teacher.record_reader import RecordReader
@@ -89,18 +90,26 @@ class SharePlace:
 
 
 class HostCopy:
-    """Records in memory that the ranks of a node share."""
+    """Records in memory that the ranks of a node share.
+
+    Args:
+        begins: where each record begins in `memory`.
+        exact: the tensors of each record, by their names within it, that have the numbers of the files.
+        pinned_for: the GPU that `memory` is registered with.
+    """
 
     def __init__(
         self,
         memory: Tensor,
         begins: dict[Record, int],
         layout: TeacherLayout,
+        exact: dict[Record, frozenset[str]],
         pinned_for: torch.device | None,
     ) -> None:
         self._memory = memory
         self._begins = begins
         self._layout = layout
+        self._exact = exact
         self._pinned_for = pinned_for
 
     @property
@@ -112,6 +121,14 @@ class HostCopy:
         """The bytes of `record`, uint8."""
         begin = self._begins[record]
         return self._memory[begin : begin + self._layout.layout_of(record).size]
+
+    def weight(self, expert: Expert, name: str) -> Tensor | None:
+        """A tensor of the expert's files where it lies, or None; see `Teacher.weight`."""
+        record, own = Record.of(expert, name)
+        if own not in self._exact.get(record, ()):
+            return None
+        layout = self._layout.layout_of(record)
+        return layout.view(layout.fields[own], self.view(record))
 
     def close(self) -> None:
         """Gives this rank's mapping back; the memory is free once no view is left on any rank."""
@@ -162,7 +179,8 @@ def load_host_copy(
     finally:
         os.close(descriptor)
     pinned = device.type == "cuda" and _pin_in_turn(memory, world, device)
-    return HostCopy(memory, begins, layout, device if pinned else None)
+    exact = {record: reader.exact(record) for record in records}
+    return HostCopy(memory, begins, layout, exact, device if pinned else None)
 
 
 def _open_together(size: int, world: World, place: SharePlace) -> tuple[int, Path | None]:

@@ -34,6 +34,19 @@ class Record(NamedTuple):
     expert: Expert
     block: int
 
+    @classmethod
+    def of(cls, expert: Expert, name: str) -> tuple[Record, str]:
+        """The record of the tensor `name` in the expert's files, and the tensor's name within it."""
+        if not name.startswith("blocks."):
+            return cls(expert, OUTER), name
+        _, block, own = name.split(".", 2)
+        return cls(expert, int(block)), own
+
+    @property
+    def prefix(self) -> str:
+        """What precedes, in the expert's files, the name that a tensor has within the record."""
+        return "" if self.block == OUTER else f"blocks.{self.block}."
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -70,6 +83,11 @@ class Field:
     def scaled(self) -> bool:
         """Whether the rows are 8-bit numbers, each row with a scale."""
         return self.dtype in _EIGHT_BIT
+
+    def keeps(self, dtype: torch.dtype) -> bool:
+        """Whether numbers of `dtype` are the same here: neither rounded nor scaled. `dtype` alone does not tell, since
+        a wide field holds what was rounded to `values` before."""
+        return not self.scaled and torch.promote_types(dtype, self.values) == self.values
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,10 @@ class LockstepTeacher:
         """The answer."""
         return self._teacher.result(ticket)
 
+    def weight(self, expert: Expert, name: str) -> Tensor | None:
+        """From the node's memory, where each rank finds it alone."""
+        return self._teacher.weight(expert, name)
+
     def close(self) -> None:
         """Frees the weights."""
         self._teacher.close()

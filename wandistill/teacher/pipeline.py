@@ -110,6 +110,10 @@ class PipelineTeacher:
         ticket.velocity, ticket.features, ticket.transfers = [], {}, []
         return output
 
+    def weight(self, expert: Expert, name: str) -> Tensor | None:
+        """None: no rank holds the whole teacher in host memory."""
+        return None
+
     @torch.no_grad()
     def serve(self) -> None:
         """Computes what the others ask, until they close their teachers."""

@@ -24,7 +24,7 @@ from wandistill.errors import ConfigError, TrainingFailed
 from wandistill.models.wan_weights import StoredTensor, component_tensors
 from wandistill.teacher.base import Expert
 from wandistill.teacher.host_memory import own_memory
-from wandistill.teacher.layout import OUTER, Field, Record, RecordLayout, TeacherLayout
+from wandistill.teacher.layout import Field, Record, RecordLayout, TeacherLayout
 from wandistill.teacher.quantize import quantize_rows
 
 # Offsets, lengths and memory of direct reads are multiples of this.
@@ -110,6 +110,15 @@ class RecordReader:
         for future in done:
             future.result()
 
+    def exact(self, record: Record) -> frozenset[str]:
+        """The tensors of `record` by their names within it whose numbers `read` leaves as the files have them."""
+        stored = self._tensors[record.expert]
+        return frozenset(
+            name
+            for name, f in self._layout.layout_of(record).fields.items()
+            if not name.endswith(".scale") and f.keeps(_DTYPES[stored[record.prefix + name].dtype])
+        )
+
     def close(self) -> None:
         """Ends the threads and closes the files."""
         self._pool.shutdown()
@@ -119,10 +128,11 @@ class RecordReader:
 
     def _plan(self, record: Record) -> list[_Run]:
         """The reads that give `record`, in the order of the files."""
-        prefix = "" if record.block == OUTER else f"blocks.{record.block}."
         stored = self._tensors[record.expert]
         fields = [f for name, f in self._layout.layout_of(record).fields.items() if not name.endswith(".scale")]
-        sources = sorted(((stored[prefix + f.name], f) for f in fields), key=lambda pair: (pair[0].file, pair[0].begin))
+        sources = sorted(
+            ((stored[record.prefix + f.name], f) for f in fields), key=lambda pair: (pair[0].file, pair[0].begin)
+        )
         runs: list[_Run] = []
         for tensor, f in sources:
             dtype = _DTYPES[tensor.dtype]

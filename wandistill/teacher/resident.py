@@ -61,6 +61,10 @@ class ResidentTeacher:
         features = {index: torch.cat([kept[index] for _, kept in pieces]) for index in ticket.features}
         return ticket.output(velocity, features)
 
+    def weight(self, expert: Expert, name: str) -> Tensor | None:
+        """None: the weights are on the device."""
+        return None
+
     def close(self) -> None:
         """Frees the weights."""
         self._models.clear()

@@ -38,6 +38,11 @@ class PlacedTeacher:
                 self._teacher = placement.place(self._setting)
         return self._teacher
 
+    @property
+    def placed(self) -> Teacher | None:
+        """The teacher if it is at its place now; it is not loaded for this."""
+        return self._teacher
+
     def release(self) -> None:
         """Gives its memory back; `get` loads it again."""
         if self._teacher is not None:

@@ -255,7 +255,13 @@ def _first_student(
             sections["init"] = {"chosen": chosen, "velocity_errors": errors}
             _log.info(f"--init auto: {chosen} is nearest to the teacher {errors}")
         student = build_student(
-            folder, spec, chosen, feature_pairs=pairs, importance=importances[chosen], seed=config.seed
+            folder,
+            spec,
+            chosen,
+            feature_pairs=pairs,
+            importance=importances[chosen],
+            seed=config.seed,
+            placed=teacher.placed,
         )
         return student, sections
 

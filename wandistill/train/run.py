@@ -235,6 +235,8 @@ def _first_student(
     init = config.init
     narrow = spec.narrower_than(folder.architecture)
     batches: list[ProbeBatch] = []
+    if config.targets == "online":
+        teacher.get()  # which steps will ask; where it has its weights in memory, they need not be read for the student
     if init == "auto" or (narrow and init != "random"):
         placed = teacher.get()
         for ask in _probe_requests(setup, sampler):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 from torchao.optim import AdamW8bit
 from torchao.optim.adam import _AdamW
 
+from wandistill.planner.updates import JOINED
 from wandistill.train.optimizer import BETAS, build_optimizer
 
-# With 8-bit moments, too small for them, and not a whole number of blocks.
-SHAPES = [(64, 128), (32, 16, 1, 2, 2), (4096,), (300, 20), (100,), (1, 6, 64)]
+# With 8-bit moments, too small for them, and not a whole number of blocks. Small ones, which are updated together, come
+# first, and of each kind in turn: in that order random numbers are drawn. The last two are updated on their own.
+SHAPES = [(64, 128), (4096,), (32, 16, 1, 2, 2), (300, 20), (100,), (1, 6, 64), (512, 256), (300, 301)]
 
 
 @pytest.mark.parametrize(("name", "theirs"), [("adamw_bf16", _AdamW), ("adamw8bit", AdamW8bit)])
@@ -35,6 +39,22 @@ def test_parameters_in_rows_take_torchao_s_steps_to_the_bit(
                 parameter.grad = gradient.clone()
             optimizer.step()
         found.append(parameters)
+    assert sum(math.prod(shape) >= JOINED for shape in SHAPES) == 2
     ours, own = found
     assert all(torch.equal(one, other) for one, other in zip(ours, own, strict=True))
     assert not any(torch.equal(one, start) for one, start in zip(ours, starts, strict=True))
+
+
+def test_parameters_that_took_other_numbers_of_steps_are_not_joined() -> None:
+    def stepped(*gradients: tuple[bool, bool]) -> list[nn.Parameter]:
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.ones(8)) for _ in range(2)]
+        optimizer = build_optimizer("adamw_bf16", parameters, 1e-2, 0.0)
+        for given in gradients:
+            for parameter, has in zip(parameters, given, strict=True):
+                parameter.grad = torch.ones(8) if has else None
+            optimizer.step()
+        return parameters
+
+    both, late = stepped((True, True), (True, True)), stepped((True, False), (True, True))
+    assert torch.equal(both[0], late[0]) and torch.equal(late[1], stepped((True, True))[1])

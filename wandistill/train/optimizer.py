@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
+from wandistill.planner.updates import JOINED
 from wandistill.train.schedule import stream_seed
 
 BETAS = (0.9, 0.99)
 
 # Optimizers that train half-precision weights; they round stochastically, so that small updates are not lost.
 HALF_WEIGHTS = ("adamw_bf16", "adamw8bit")
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether updates are compiled: on a CPU that would take a C++ compiler."""
+    return device.type == "cuda"
 
 
 def half_weights(module: nn.Module, keep: Iterable[str]) -> nn.Module:
@@ -43,56 +51,114 @@ def build_optimizer(
     return kind(parameters, lr=lr, betas=BETAS, weight_decay=weight_decay, bf16_stochastic_round=True)
 
 
+class _Update(NamedTuple):
+    """What one update reads and writes, this rank's part: of a parameter on its own, or of small ones joined."""
+
+    parameter: Tensor
+    gradient: Tensor
+    step: Tensor
+    first: Tensor  # moments
+    second: Tensor
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Updates of one kind may be joined."""
+        return self.parameter.dtype, type(self.first), self.first.dtype, self.step.item()
+
+
 @cache
 def _on_shards(kind: Any) -> Any:
     """torchao's optimizer `kind` with a step in which each rank computes on its own part of a sharded parameter:
     DTensor's dispatch cannot pass 8-bit moments. The states stay DTensors, so that checkpoints know their places.
 
     Parameters go in as rows of one length: a graph for each shape of a Wan, of which there are some 20, takes a minute
-    to compile; rows of any number share one."""
+    to compile; rows of any number share one. Calling what is compiled takes the host longer than a small parameter
+    takes a GPU: those, two thirds of a Wan's, are copied together, updated, and copied back.
+    """
     from torchao.optim.adam import single_param_adam
     from torchao.optim.subclass_8bit import OptimState8bit
 
-    def rows(tensor: Tensor, like: Tensor) -> Tensor:
-        """The values in rows of a block, if moment `like` is kept in 8-bit blocks, else in one row."""
-        part, moment = local(tensor), local(like)
-        if isinstance(part, OptimState8bit):  # a view, as a DTensor holds it, cannot be traced
-            return OptimState8bit(rows(part.codes, like), part.scale, part.qmap, part.signed, part.dtype)
-        return part.view(-1, moment.block_size) if isinstance(moment, OptimState8bit) else part.view(-1)
+    fused = torch.compile(single_param_adam, fullgraph=True, dynamic=True)
+
+    def rows(tensor: Any, moment: Any) -> Any:
+        """The values in rows of a block, if `moment` is kept in 8-bit blocks, else in one row."""
+        if isinstance(tensor, OptimState8bit):  # a view, as a DTensor holds it, cannot be traced
+            return OptimState8bit(rows(tensor.codes, moment), tensor.scale, tensor.qmap, tensor.signed, tensor.dtype)
+        return tensor.view(-1, moment.block_size) if isinstance(moment, OptimState8bit) else tensor.view(-1)
+
+    def joined(tensors: list[Any]) -> Any:
+        """A copy of all in one row."""
+        first = tensors[0]
+        if isinstance(first, OptimState8bit):
+            codes, scale = joined([one.codes for one in tensors]), joined([one.scale for one in tensors])
+            return OptimState8bit(codes, scale, first.qmap, first.signed, first.dtype)
+        return _flatten_dense_tensors(tensors)
+
+    def copy_back(whole: Any, tensors: list[Any]) -> None:
+        """Copies what `joined` gave to where it came from."""
+        if isinstance(whole, OptimState8bit):
+            copy_back(whole.codes, [one.codes for one in tensors])
+            copy_back(whole.scale, [one.scale for one in tensors])
+        else:
+            torch._foreach_copy_(tensors, _unflatten_dense_tensors(whole, tensors))
 
     class OnShards(kind):
         @torch.no_grad()
         def step(self, closure: None = None) -> None:
-            fused = torch.compile(single_param_adam, fullgraph=True, dynamic=True)
             # A few more graphs, where a number of rows is equal to another size; dynamo's limit, 8, is an error here.
-            with torch._dynamo.utils.disable_cache_limit():
+            # The group's settings are the same in all steps: numbers that are not become tensors in each call.
+            unlimited = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+            with torch._dynamo.config.patch({"specialize_float": True, **unlimited}):
                 for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is None:
-                            continue
-                        state = self.state[p]
-                        if not state:
-                            state["step"] = torch.tensor(0.0)
-                            state["exp_avg"] = self._new_buffer(p, signed=True)
-                            state["exp_avg_sq"] = self._new_buffer(p, signed=False)
-                        state["step"] += 1
-                        # On a CPU compiling would take a C++ compiler.
-                        update = fused if p.device.type == "cuda" else single_param_adam
-                        moment = state["exp_avg"]
-                        update(
-                            rows(p.detach(), moment),
-                            rows(p.grad, moment),
-                            state["step"],
-                            rows(moment, moment),
-                            rows(state["exp_avg_sq"], moment),
-                            None,
-                            group["lr"],
-                            *group["betas"],
-                            group["weight_decay"],
-                            group["eps"],
-                            self.is_adamw,
-                            self.bf16_stochastic_round and p.dtype is torch.bfloat16,
-                        )
+                    self._update(group)
+
+        def _update(self, group: dict[str, Any]) -> None:
+            updates = [self._update_of(p) for p in group["params"] if p.grad is not None]
+            if not updates:
+                return
+            torch._foreach_add_([update.step for update in updates], 1)
+            together: dict[object, list[_Update]] = {}
+            for update in updates:
+                if update.parameter.numel() < JOINED:
+                    together.setdefault(update.kind, []).append(update)
+            for small in together.values():
+                parameters, gradients, steps, firsts, seconds = map(list, zip(*small, strict=True))
+                whole = _Update(joined(parameters), joined(gradients), steps[0], joined(firsts), joined(seconds))
+                self._apply(whole, group)
+                copy_back(whole.parameter, parameters)
+                copy_back(whole.first, firsts)
+                copy_back(whole.second, seconds)
+            for update in updates:
+                if update.parameter.numel() >= JOINED:
+                    self._apply(update, group)
+
+        def _update_of(self, p: Tensor) -> _Update:
+            state = self.state[p]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = self._new_buffer(p, signed=True)
+                state["exp_avg_sq"] = self._new_buffer(p, signed=False)
+            assert p.grad is not None
+            moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
+            return _Update(local(p.detach()), local(p.grad), state["step"], *moments)
+
+        def _apply(self, update: _Update, group: dict[str, Any]) -> None:
+            parameter, moment = update.parameter, update.first
+            function = fused if compiles(parameter.device) else single_param_adam
+            function(
+                rows(parameter, moment),
+                rows(update.gradient, moment),
+                update.step,
+                rows(moment, moment),
+                rows(update.second, moment),
+                None,
+                group["lr"],
+                *group["betas"],
+                group["weight_decay"],
+                group["eps"],
+                self.is_adamw,
+                self.bf16_stochastic_round and parameter.dtype is torch.bfloat16,
+            )
 
     return OnShards
 

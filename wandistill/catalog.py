@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wandistill.architecture import WanArchitecture
+from wandistill.device_map import BYTES_PER_ELEMENT
 from wandistill.errors import ConfigError
 from wandistill.planner.parameters import TextEncoder, Vae
 from wandistill.units import parse_bytes
@@ -36,6 +37,7 @@ class Model:
     text_encoder: TextEncoder
     vae: Vae
     source: Mapping[str, str]
+    block_bytes: int | None = None  # of a block in the weights' files; None: not known
 
     @property
     def parameters(self) -> int:
@@ -166,7 +168,8 @@ def find_node(value: str) -> NodeShape:
 
 
 def model_from_folder(path: Path) -> Model:
-    """A local folder in diffusers' WanPipeline layout, from its config.json files alone; nothing is loaded.
+    """A local folder in diffusers' WanPipeline layout, from its config.json files; nothing is loaded. Of the weights'
+    files, which need not be there, only headers are read.
 
     Raises:
         ConfigError: a config is missing or not JSON, or the folder holds another pipeline.
@@ -199,7 +202,24 @@ def model_from_folder(path: Path) -> Model:
         text_encoder=TextEncoder.from_config(_json(path / "text_encoder" / "config.json")),
         vae=Vae.from_config(_json(path / "vae" / "config.json")),
         source={"transformer": f"config.json files in {path}"},
+        block_bytes=_block_bytes([path / name for name in experts]),
     )
+
+
+def _block_bytes(folders: Iterable[Path]) -> int | None:
+    """Bytes that a block takes in the files of the expert that has the larger ones; None where they are not there."""
+    from wandistill.models.wan_weights import component_tensors
+
+    sizes = []
+    for folder in folders:
+        try:
+            tensors = component_tensors(folder, "diffusion_pytorch_model")
+        except ConfigError:  # a plan takes configs alone, and whoever loads the weights says what is wrong with them
+            return None
+        blocks = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
+        size = sum(tensor.end - tensor.begin for name, tensor in tensors.items() if name.startswith("blocks."))
+        sizes.append(size // max(len(blocks), 1))
+    return max(sizes, default=0) or None
 
 
 @cache
@@ -218,11 +238,12 @@ def _catalog() -> dict[str, Any]:
 def _model(name: str) -> Model:
     catalog = _catalog()
     entry = catalog["models"][name]
+    architecture, files = WanArchitecture.from_config(entry["transformer"]), entry.get("files")
     return Model(
         name=name,
         title=entry["title"],
         repositories=tuple(entry["repositories"]),
-        architecture=WanArchitecture.from_config(entry["transformer"]),
+        architecture=architecture,
         experts=entry["experts"],
         boundary=entry.get("boundary"),
         flow_shift=entry["flow_shift"],
@@ -231,6 +252,7 @@ def _model(name: str) -> Model:
         text_encoder=TextEncoder.from_config(catalog["text_encoders"][entry["text_encoder"]]),
         vae=Vae.from_config(catalog["vaes"][entry["vae"]]),
         source=entry["source"],
+        block_bytes=BYTES_PER_ELEMENT[files] * architecture.block_parameters if files else None,
     )
 
 

@@ -6,6 +6,7 @@ import mmap
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from wandistill.errors import ConfigError, TrainingFailed
 from wandistill.models.wan import WanFolder, open_teacher
 from wandistill.teacher.base import Expert
 from wandistill.teacher.layout import Precision, Record, TeacherLayout
-from wandistill.teacher.record_reader import RecordReader
+from wandistill.teacher.record_reader import RecordReader, read_rate
 
 CPU = torch.device("cpu")
 SIZES = {"num_layers": 4, "num_attention_heads": 4, "attention_head_dim": 96, "ffn_dim": 1536}
@@ -169,3 +170,13 @@ def test_tensors_that_begin_at_odd_bytes_are_read(tiny_wan_copy: Callable[[str],
     reader.read(record, got)
     reader.close()
     assert torch.equal(got, expected)
+
+
+def test_the_disk_s_rate_is_that_of_reads_past_the_page_cache_for_no_longer_than_asked(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(os.urandom(64 << 20))
+    began = time.perf_counter()
+    rate = read_rate(file, seconds=0.05)
+    assert time.perf_counter() - began < 5
+    assert rate is None or rate > 1e6
+    assert read_rate(tmp_path / "missing", seconds=0.05) is None

@@ -19,7 +19,7 @@ from wandistill.demo.captions import training_prompts
 from wandistill.errors import ConfigError, ExitCode
 from wandistill.planner.measured import RankProbe, operations
 from wandistill.planner.work import block_work
-from wandistill.train import distributed, memory, placing, probe, probe_blocks
+from wandistill.train import distributed, measuring, memory, placing, probe, probe_blocks
 from wandistill.train.memory import HostMemory, MemoryAccount
 from wandistill.train.setup import Setup, resolve, tell_notes
 from wandistill.units import GIB
@@ -81,6 +81,7 @@ def test_a_probe_of_a_small_cpu_run_is_cheap_and_says_what_it_found(tmp_path):
     assert settled.seconds < 5
     (found,) = settled.probes
     assert 0 < found.host_own < found.host_available and found.cores >= 1
+    assert 1e-8 < found.operation < 1e-3 and 1e-8 < found.launch < 1e-3
     assert found.core_float32 > 1e8 and found.shm_free <= found.shm and found.disk_free > 0
     (blocks,) = settled.blocks
     assert blocks.teacher is not None and blocks.student is not None and blocks.teacher.seconds > 0
@@ -119,6 +120,46 @@ def test_the_student_s_block_is_measured_as_it_is_trained_whatever_the_precision
     found = probe_blocks._trained_block(run, config, torch.bfloat16, torch.device("cpu"), again=again)
     assert found.run.architecture.num_layers == 1
     assert found.trained and found.again is again and found.seconds > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"mixed_precision": "bf16"}, {"optimizer": "adamw_bf16"}])
+def test_what_lies_outside_the_student_s_blocks_is_what_a_student_of_one_block_takes_beyond_it(
+    tmp_path, settings, monkeypatch
+):
+    own = setup(tmp_path)
+    run = settle(own).decision.plan.request.change(**settings).student_pass(2)
+    config, cpu = own.folder.transformer_config, torch.device("cpu")
+    block = probe_blocks._trained_block(run, config, torch.bfloat16, cpu, again=True)
+    seconds = probe_blocks._student_seconds(block, config, torch.bfloat16, cpu)
+    assert seconds > 0
+    monkeypatch.setattr(probe_blocks, "_student_seconds", lambda *args: block.seconds + 0.25)
+    assert probe_blocks._outside(block, config, cpu, fp16=False) == pytest.approx(0.25)
+
+    def full(*args):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(probe_blocks, "_student_seconds", full)
+    assert probe_blocks._outside(block, config, cpu, fp16=False) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size"), [(900, (1, 60, 60)), (1560, (1, 78, 80)), (97, (1, 2, 194)), (1031, (1, 64, 64))]
+)
+def test_latents_of_any_number_of_tokens_stay_within_the_rotary_tables(tokens, size):
+    assert probe_blocks._latents(tokens, (1, 2, 2)) == size
+
+
+def test_a_row_of_calls_is_as_long_as_asked_for_and_gives_their_mean():
+    calls = []
+
+    def wait() -> None:
+        calls.append(0)
+        time.sleep(0.002 if len(calls) % 2 else 0.006)
+
+    seconds = measuring.mean_seconds(wait, torch.device("cpu"), least=4, within=0.0)
+    assert len(calls) == 6 and seconds > 0.0039
+    measuring.mean_seconds(wait, torch.device("cpu"), least=4, within=0.1)
+    assert len(calls) > 6 + 2 + 8
 
 
 def test_preparing_is_planned_without_a_student(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,17 @@ def test_the_embedded_entry_equals_its_folder() -> None:
     entry, folder = find_model("embedded"), model_from_folder(EMBEDDED)
     names = {"name": "", "title": "", "repositories": (), "source": {}}
     assert dataclasses.replace(entry, **names) == dataclasses.replace(folder, **names)  # type: ignore[arg-type]
+
+
+def test_a_folder_s_blocks_have_the_bytes_that_its_headers_say_and_unknown_ones_without_weights(tmp_path: Path) -> None:
+    architecture = find_model("embedded").architecture
+    assert model_from_folder(EMBEDDED).block_bytes == 2 * architecture.block_parameters
+    folder = Path(shutil.copytree(EMBEDDED, tmp_path / "teacher"))
+    weights = folder / "transformer_2" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert model_from_folder(folder).block_bytes is None, "whoever loads it says that it was cut short"
+    weights.unlink()
+    assert model_from_folder(folder).block_bytes is None
 
 
 def test_a_local_folder_is_read_from_its_configs_alone(tmp_path: Path) -> None:

@@ -225,9 +225,12 @@ def test_a_cpu_that_emulates_bfloat16_is_told_from_one_that_computes_it() -> Non
 
 
 def test_a_plan_is_made_again_from_the_json_of_its_probes() -> None:
-    probes = [rank(card()), rank()]
+    probes = [rank(card(), operation=5e-6, launch=9e-6), rank()]
     run = Pass(A14B.architecture, 2, 1560, 512, Compute(2))
-    blocks = [BlockProbes(BlockProbe(run, 0.01)), BlockProbes(None, BlockProbe(run, 0.02), BlockProbe(run, 1.0), 0.003)]
+    blocks = [
+        BlockProbes(BlockProbe(run, 0.01)),
+        BlockProbes(None, BlockProbe(run, 0.02), BlockProbe(run, 1.0), 0.003, 0.1),
+    ]
     for kind, values in ((RankProbe, probes), (BlockProbes, blocks)):
         assert [kind.from_json(json.loads(json.dumps(value.to_json()))) for value in values] == values
 
@@ -311,3 +314,25 @@ def test_a_block_that_was_trained_tells_how_much_slower_than_its_arithmetic_trai
     probe = BlockProbe(block, 3 * expected, trained=True, again=again)
     assert BlockProbe.from_json(json.loads(json.dumps(probe.to_json()))) == probe
     assert probe.scale(rates) == pytest.approx(3)
+
+
+def test_what_was_measured_outside_the_blocks_and_of_the_host_is_the_slowest_rank_s_and_missing_in_older_probes() -> (
+    None
+):
+    probes = [rank(card(), operation=2e-6, launch=5e-6), rank(card(), operation=3e-6, launch=4e-6)]
+    request = ask(probes, gradient_checkpointing=True)
+    run = request.student_pass(request.batch_size)
+    block = BlockProbe(dataclasses.replace(run, architecture=dataclasses.replace(run.architecture, num_layers=1)), 0.01)
+    block = dataclasses.replace(block, trained=True, again=True)
+    rates = measured_rates(request, probes, [BlockProbes(student=block, outside=0.03), BlockProbes(student=block)])
+    assert (rates.operation, rates.launch) == (3e-6, 5e-6)
+    time = plan(request, rates).row(Placement.GPU).time
+    assert time is not None and time.student == pytest.approx(run.architecture.num_layers * 0.01 + 0.03)
+
+    def older(content: dict[str, Any], *names: str) -> dict[str, Any]:
+        return {name: value for name, value in content.items() if name not in names}
+
+    machine = RankProbe.from_json(older(probes[0].to_json(), "operation", "launch"))
+    blocks = BlockProbes.from_json(older(BlockProbes(student=block, outside=0.03).to_json(), "outside_seconds"))
+    former = measured_rates(request, [machine], [blocks])
+    assert former.outside is None and former.launch == catalogue_rates(request.machines).launch

@@ -10,13 +10,15 @@ import pytest
 from wandistill.architecture import WanArchitecture
 from wandistill.catalog import find_gpu, find_model
 from wandistill.planner.activations import Pass
+from wandistill.planner.parameters import block_tensors, outer_tensors
 from wandistill.planner.placements import Placement
 from wandistill.planner.plan import Plan, plan
 from wandistill.planner.rates import catalogue_rates
 from wandistill.planner.request import Machines, PlanRequest
 from wandistill.planner.tape import Compute
 from wandistill.planner.teacher_memory import records
-from wandistill.planner.timing import forward_seconds, prepare_cost
+from wandistill.planner.timing import forward_seconds, prepare_cost, step_time
+from wandistill.planner.updates import HOST_WORK, JOINED, updates
 from wandistill.planner.work import forward_work
 from wandistill.student_config import student_spec
 from wandistill.units import GIB
@@ -222,3 +224,64 @@ def test_the_caches_cost_grows_with_the_prompts() -> None:
     # 16 channels of 104 x 60 in float32: 0.4 MB a prompt.
     assert ten.latent_bytes == 1000 * 4 * 16 * 104 * 60
     assert ten.embedding_bytes < 1000 * 512 * 4096 * 2
+
+
+@pytest.mark.parametrize("placement", [Placement.DISK, Placement.STREAM])
+def test_disk_takes_the_bytes_that_the_files_have_whatever_they_are_computed_in(placement: Placement) -> None:
+    request = ask("h100-80gb", 1, teacher_dtype="float32")
+    half, unknown = (
+        request.change(model=replace(request.model, block_bytes=size)) for size in (2 * WAN_14B.block_parameters, None)
+    )
+    seconds = [teacher_seconds(plan(one), placement) for one in (half, unknown)]
+    if placement is Placement.STREAM:
+        assert seconds[0] == seconds[1]
+        return
+    assert seconds[0] == pytest.approx(40 * 2 * WAN_14B.block_parameters / 3e9, rel=0.05)
+    assert seconds[1] == pytest.approx(2 * seconds[0], rel=0.05)
+    filled = [prepare_cost(one, placement, None, prompts=8, rollout_steps=8).latent_seconds for one in (half, unknown)]
+    assert filled[1] == pytest.approx(2 * filled[0], rel=0.05)
+
+
+def test_what_lies_outside_the_student_s_blocks_counts_once_for_each_micro_batch_and_grows_with_its_work() -> None:
+    request = ask("h200-141gb", 1, gradient_accumulation_steps=2)
+    rates = catalogue_rates(request.machines)
+
+    def student(asked: PlanRequest, outside: float) -> float:
+        return step_time(asked, Placement.GPU, None, serves_only=False, rates=replace(rates, outside=outside)).student
+
+    assert student(request, 0.03) - student(request, 0.01) == pytest.approx(2 * 0.02)
+    # With nothing beyond the speeds it is what blocks and outside take together.
+    together = step_time(request, Placement.GPU, None, serves_only=False, rates=rates).student
+    assert student(request, 0.0) == pytest.approx(together, rel=0.01)
+    # Blocks that the host launches slowly are as many times slower; outside was measured by itself.
+    slow = replace(rates, student=3.0, outside=0.0)
+    times = step_time(request, Placement.GPU, None, serves_only=False, rates=slow)
+    assert times.student == pytest.approx(3 * together, rel=0.02)
+    assert "blocks x" in times.formulas[1] and "outside them" in times.formulas[1]
+
+
+def test_an_update_takes_the_memory_s_time_or_the_host_s_for_its_calls() -> None:
+    request = ask("h200-141gb", 1, optimizer="adamw_bf16")
+    rates = replace(catalogue_rates(request.machines), operation=1e-12, launch=1e-12)
+
+    def optimizer(**changes: float) -> float:
+        return step_time(request, Placement.GPU, None, serves_only=False, rates=replace(rates, **changes)).optimizer
+
+    traffic = optimizer()
+    assert optimizer(memory=rates.memory / 2) == pytest.approx(2 * traffic)
+    assert optimizer(operation=1e-3) > traffic
+    many = updates(request.student, 1, 5120, 0)
+    alone, joined = HOST_WORK["adamw_bf16"].alone, HOST_WORK["adamw_bf16"].joined
+    calls = many.alone * alone + many.joined * joined
+    assert optimizer(operation=1e-3) == pytest.approx(1e-3 * calls, rel=1e-6)
+    assert optimizer(operation=0.0, launch=1e-2) == pytest.approx(many.alone * 2 * 1e-2)
+
+
+def test_two_thirds_of_a_wan_s_parameters_are_small_enough_to_be_updated_together() -> None:
+    architecture = replace(WAN_14B, num_layers=3)
+    many = updates(architecture, 1, 5120, 0)
+    tensors = [t for t in (*block_tensors(architecture) * 3, *outer_tensors(architecture))]
+    assert many.alone == sum(tensor.numel >= JOINED for tensor in tensors) == 3 * 10 + 7
+    assert many.joined + many.alone == len(tensors)
+    assert updates(architecture, 4096, 5120, 0).alone < many.alone, "a rank's part may be small"
+    assert updates(replace(architecture, num_attention_heads=20), 1, 5120, 3).joined == many.joined + 3

@@ -28,7 +28,7 @@ from wandistill.planner.request import Machines, PlanRequest
 from wandistill.planner.tape import Compute
 from wandistill.planner.teacher_memory import records
 from wandistill.planner.timing import training_seconds, widening_seconds, work_seconds
-from wandistill.planner.work import block_work
+from wandistill.planner.work import block_work, outer_work
 
 # GB/s, where no file of the teacher is large enough to measure.
 _DISK_RATE = 3.0
@@ -102,18 +102,27 @@ class BlockProbes:
     student: BlockProbe | None = None
     cores: BlockProbe | None = None  # the teacher's on the rank's share of the cores
     widening: float | None = None  # seconds to turn a stored block of the teacher to what the device computes with
+    # Seconds in which what lies outside the student's blocks is trained, in the shape of `student`, with its loss.
+    outside: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
         blocks = {f"{name}_block": one.to_json() if one else None for name, one in self._blocks.items()}
-        return {**blocks, "widening_seconds": self.widening}
+        return {**blocks, "widening_seconds": self.widening, "outside_seconds": self.outside}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> BlockProbes:
         """What `to_json` gave; what an earlier version did not measure is not there."""
         blocks = {name: content.get(f"{name}_block") for name in cls()._blocks}
         found = {name: BlockProbe.from_json(block) for name, block in blocks.items() if block}
-        return cls(**found, widening=content.get("widening_seconds"))
+        return cls(**found, widening=content.get("widening_seconds"), outside=content.get("outside_seconds"))
+
+    def outside_beyond(self, rates: Rates) -> float | None:
+        """What `outside` takes beyond the seconds that `rates` give; None: not measured."""
+        if self.student is None or self.outside is None:
+            return None
+        run = self.student.run
+        return self.outside - training_seconds(outer_work(run), run.compute.hidden, rates, again=False)
 
     @property
     def _blocks(self) -> dict[str, BlockProbe | None]:
@@ -137,6 +146,9 @@ class RankProbe:
     disk_free: int  # where the run writes, its own checkpoints counted as free
     disk_rate: float | None  # of the teacher's files; None: they are too small
     computes_bfloat16: bool = False  # the CPU has kernels for it
+    # Seconds for an addition of a few numbers in place, on the CPU and on the rank's device; None: not measured.
+    operation: float | None = None
+    launch: float | None = None
 
     @property
     def slow_bfloat16(self) -> float | None:
@@ -222,11 +234,16 @@ def measured_rates(request: PlanRequest, probes: Sequence[RankProbe], blocks: Se
     if not cards:
         found["float32"] = min(probe.core_float32 for probe in probes)
         found["half"] = min(probe.core_bfloat16 for probe in probes)
+    for name in ("operation", "launch"):
+        if most := max((getattr(probe, name) or 0.0 for probe in probes), default=0.0):
+            found[name] = most
     rates = replace(rates, **found)
     on_cores, stored = rates.on_cores(machines), records(request, Placement.GPU)
     widening = widening_seconds(stored, request.teacher_dtype, rates)
+    beyond = [one.outside_beyond(rates) for one in blocks]
     return replace(
         rates,
+        outside=max((one for one in beyond if one is not None), default=None),
         teacher=max((one.teacher.scale(rates) for one in blocks if one.teacher), default=1.0),
         student=max((one.student.scale(rates) for one in blocks if one.student), default=1.0),
         cores=max((one.cores.scale(on_cores) for one in blocks if one.cores), default=1.0),

@@ -19,6 +19,10 @@ PEER_LINK_SHARE = 0.8
 # Float32 on a core with AVX2 at 3 GHz: half of 2 x 8 x 2 operations a cycle. Memory of a two-socket server in GB/s.
 CORE_GFLOPS = 48.0
 HOST_BANDWIDTH = 150.0
+# Seconds of PyTorch's addition of a few numbers in place: on a CPU of a server, and with the launch of a GPU's kernel.
+# Virtual machines have taken three times as long; a run measures its own.
+OPERATION = 2e-6
+LAUNCH = 6e-6
 # Between nodes, GB/s: 100 Gbit/s Ethernet.
 NETWORK = 12.5
 
@@ -41,6 +45,11 @@ class Rates:
     student: float = 1.0  # the same of the student's blocks
     cores: float = 1.0  # the same of the teacher's, computed by a rank's share of the cores
     widening: float = 1.0  # the same of turning a stored block to what is computed with
+    # Seconds that training what lies outside the student's blocks takes beyond those that the speeds above give: of few
+    # operations, it is bound by launches. None: not measured, and the blocks' share is taken.
+    outside: float | None = None
+    operation: float = OPERATION  # seconds of an addition of a few numbers in place on the CPU
+    launch: float = LAUNCH  # the same on the device
 
     def on_cores(self, machines: Machines) -> Rates:
         """Of the teacher where a rank's share of the cores is its device."""

@@ -15,7 +15,8 @@ from wandistill.planner.records import TeacherBytes
 from wandistill.planner.request import PlanRequest
 from wandistill.planner.student_memory import student_bytes
 from wandistill.planner.teacher_memory import records, teacher_pass
-from wandistill.planner.work import Work, forward_work
+from wandistill.planner.updates import updates
+from wandistill.planner.work import Work, block_work, forward_work, outer_work
 from wandistill.units import format_bytes, format_seconds
 
 # Backward computes two gradients for each product, and recomputes attention beside.
@@ -76,15 +77,8 @@ def step_time(
     teacher, formula = 0.0, "teacher: its targets are cached"
     if request.targets == "online":
         teacher, formula = _teacher(request, placement, places, rates, serves_only)
-    student = _student(request, rates)
-    own = student_bytes(
-        request.student,
-        request.optimizer,
-        request.machines.world if request.sharded_student else 1,
-        request.model.architecture.hidden_size,
-        request.kept_features,
-    )
-    optimizer = (3 * own.weights + 2 * own.gradients + 2 * own.moments) / rates.memory
+    student, student_formula = _student(request, rates)
+    optimizer, optimizer_formula = _optimizer(request, rates)
     communication = _communication(request, rates, student)
     trainers = request.machines.world - serves_only
     train = student + optimizer + communication
@@ -93,8 +87,8 @@ def step_time(
     samples = request.batch_size * steps * trainers
     formulas = (
         formula,
-        f"student: {steps} x forward and backward = {format_seconds(student)}",
-        f"optimizer: {format_bytes(own.weights)} weights with gradients and moments = {format_seconds(optimizer)}",
+        student_formula,
+        optimizer_formula,
         f"gradients between ranks, not hidden: {format_seconds(communication)}",
     )
     return StepTime(teacher, student, optimizer, communication, step, samples / step, formulas)
@@ -132,10 +126,36 @@ def widening_seconds(own: TeacherBytes, dtype: str, rates: Rates) -> float:
     return rates.widening * (own.block + passes * own.wide) / rates.memory if own.wide else 0.0
 
 
-def _student(request: PlanRequest, rates: Rates) -> float:
-    run = request.student_pass(request.batch_size)
-    one = training_seconds(forward_work(run), run.compute.hidden, rates, again=request.gradient_checkpointing)
-    return request.gradient_accumulation_steps * rates.student * one
+def _student(request: PlanRequest, rates: Rates) -> tuple[float, str]:
+    """Seconds of all micro-batches: the blocks, and once for each what lies outside them."""
+    run, steps = request.student_pass(request.batch_size), request.gradient_accumulation_steps
+    width, again, layers = run.compute.hidden, request.gradient_checkpointing, run.architecture.num_layers
+    if rates.outside is None:
+        one = rates.student * training_seconds(forward_work(run), width, rates, again=again)
+        return steps * one, f"student: {steps} x forward and backward = {format_seconds(steps * one)}"
+    block = rates.student * training_seconds(block_work(run), width, rates, again=again)
+    outside = max(training_seconds(outer_work(run), width, rates, again=False) + rates.outside, 0.0)
+    seconds = steps * (layers * block + outside)
+    return seconds, (
+        f"student: {steps} x forward and backward of {layers} blocks x {format_seconds(block)} + outside them "
+        f"{format_seconds(outside)} = {format_seconds(seconds)}"
+    )
+
+
+def _optimizer(request: PlanRequest, rates: Rates) -> tuple[float, str]:
+    """Seconds of clipping and update: what the memory takes, or on a GPU the host for its calls if that is slower."""
+    ranks, width = request.machines.world if request.sharded_student else 1, request.model.architecture.hidden_size
+    own = student_bytes(request.student, request.optimizer, ranks, width, request.kept_features)
+    traffic = (3 * own.weights + 2 * own.gradients + 2 * own.moments) / rates.memory
+    said = f"{format_bytes(own.weights)} weights with gradients and moments {format_seconds(traffic)}"
+    if not request.on_gpu:
+        return traffic, f"optimizer: {said}"
+    many = updates(request.student, ranks, width, request.kept_features)
+    host = many.host_seconds(request.optimizer, rates.operation, rates.launch)
+    return max(traffic, host), (
+        f"optimizer: the longer of {said} and the host's calls for {many.joined + many.alone} parameters, of which "
+        f"{many.alone} on their own, {format_seconds(host)}"
+    )
 
 
 def _communication(request: PlanRequest, rates: Rates, student: float) -> float:
@@ -242,10 +262,13 @@ def _fed(
     """Blocks that come beside compute, or with one slot in turn with it."""
     ranks, streams = request.machines.ranks, placement is Placement.STREAM
     moved = _streamed(request, own) if streams else own.layers * own.block
+    read = moved
     if placement is Placement.SHARDED:
         link, way = moved * (ranks - 1) / ranks / rates.peer_link, "from peers"
     elif placement is Placement.DISK:
-        link, way = moved * ranks / rates.disk, f"from disk for {ranks} ranks"
+        # As the files have it: other dtypes are converted once read.
+        read = request.model.block_bytes * own.layers if request.model.block_bytes else moved
+        link, way = read * ranks / rates.disk, f"from disk for {ranks} ranks"
     elif streams and request.stream_fetch == SPLIT:
         link, way = fetch_seconds(request, rates, moved, SPLIT), f"1/{ranks} from the host, the rest from peers"
     else:
@@ -256,7 +279,7 @@ def _fed(
     both = max(beside, link) + min(first, compute / own.layers)
     seconds = both if SPECS[placement].slots > 1 else compute + link
     return seconds, (
-        f"teacher: compute {format_seconds(compute)}, {format_bytes(moved)} {way} in {format_seconds(link)}, "
+        f"teacher: compute {format_seconds(compute)}, {format_bytes(read)} {way} in {format_seconds(link)}, "
         + ("beside each other" if SPECS[placement].slots > 1 else "in turn")
     )
 

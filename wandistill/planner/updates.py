@@ -1,6 +1,7 @@
-"""The host's time for an optimizer step, in which small parameters are updated together and each other one alone.
+"""The host's time for an optimizer step.
 
-Follows `wandistill.train.optimizer`, which takes `JOINED` from here.
+Small parameters are updated together and each other one alone. Follows `wandistill.train.optimizer`, which takes
+`JOINED` from here.
 """
 
 from __future__ import annotations

@@ -50,16 +50,22 @@ def block_work(run: Pass) -> Work:
 @lru_cache(maxsize=4096)
 def forward_work(run: Pass) -> Work:
     """One forward through all blocks and what lies outside them."""
+    block, outer, layers = block_work(run), outer_work(run), run.architecture.num_layers
+    return Work(*(layers * inside + outside for inside, outside in zip(block, outer, strict=True)))
+
+
+@lru_cache(maxsize=4096)
+def outer_work(run: Pass) -> Work:
+    """What a forward does outside the blocks: the embeddings of patches, time and prompt, and the head."""
     architecture, sizes, compute = run.architecture, run.sizes, run.compute
     hidden, rows, prompt_rows = architecture.hidden_size, sizes.rows, run.batch * run.prompt
-    block, layers = block_work(run), architecture.num_layers
     outer_rows = rows if run.per_token else run.batch
     outer = 2 * rows * (sizes.latents + sizes.velocity) // rows * hidden
     outer += 2 * outer_rows * (7 * hidden * hidden + architecture.freq_dim * hidden)
     outer += 2 * prompt_rows * hidden * (architecture.text_dim + hidden)
     return Work(
-        matrix_flops=layers * block.matrix_flops + outer,
-        attention_flops=layers * block.attention_flops,
-        traffic=layers * block.traffic + 40 * sizes.state,
-        weights=compute.stored * architecture.parameters,
+        matrix_flops=outer,
+        attention_flops=0.0,
+        traffic=40 * sizes.state,
+        weights=compute.stored * (architecture.parameters - architecture.num_layers * architecture.block_parameters),
     )

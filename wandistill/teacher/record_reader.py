@@ -8,8 +8,10 @@ it, each piece dropped once it is used: so a read never takes memory beyond the 
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -167,13 +169,59 @@ class RecordReader:
             self._staging.put(staging)
 
 
+def read_rate(file: Path, *, seconds: float) -> float | None:
+    """Bytes a second of reads as a `RecordReader` alone on its node does them, without what it does with the bytes.
+
+    Args:
+        file: read from its beginning.
+        seconds: no read begins later than so long after the first, which does not count.
+
+    Returns:
+        None where the file system has no reads past the page cache, or the file cannot be read.
+    """
+    try:
+        size = file.stat().st_size // _CHUNK * _CHUNK
+        opened = _File(file, direct=True)
+    except OSError:
+        return None
+    if not opened.direct:
+        opened.close()
+        return None
+    staging: SimpleQueue[np.ndarray] = SimpleQueue()
+    for _ in range(_THREADS):
+        staging.put(own_memory(_CHUNK))
+
+    def read(start: int) -> int:
+        if time.perf_counter() > end:
+            return 0
+        buffer = staging.get()
+        try:
+            opened.read(buffer, start, start + _CHUNK)
+        finally:
+            staging.put(buffer)
+        return _CHUNK
+
+    try:
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="read-rate") as pool:
+            end = math.inf
+            wait([pool.submit(read, start) for start in range(0, _THREADS * _CHUNK, _CHUNK)])
+            began = time.perf_counter()
+            end = began + seconds
+            done = sum(pool.map(read, range(_THREADS * _CHUNK, size, _CHUNK)))
+            return done / (time.perf_counter() - began) if done else None
+    except TrainingFailed:
+        return None
+    finally:
+        opened.close()
+
+
 class _File:
     """A file of weights, open for reading from many threads."""
 
     def __init__(self, path: Path, *, direct: bool) -> None:
         self._path = path
-        self._direct = direct and self._open(os.O_DIRECT)
-        if not self._direct:
+        self.direct = direct and self._open(os.O_DIRECT)
+        if not self.direct:
             self._open(0)
 
     def _open(self, flags: int) -> bool:
@@ -206,7 +254,7 @@ class _File:
             if step == 0:
                 raise TrainingFailed(f"{self._path} ends before byte {end}: it was changed while the run read it.")
             done += step
-        if not self._direct:
+        if not self.direct:
             os.posix_fadvise(self._descriptor, start, length, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the probes measure with: the better of two times, random numbers, and a way round a GPU that is full."""
+"""What the probes measure with: times, random numbers, and a way round a GPU that is full."""
 
 from __future__ import annotations
 
@@ -43,6 +43,22 @@ def best_seconds(function: Callable[[], object], device: torch.device, calls: in
 
     once()
     return min(once(), once())
+
+
+def mean_seconds(function: Callable[[], object], device: torch.device, *, least: int, within: float) -> float:
+    """Seconds a call in a row of at least `least` calls, and as many as take `within` seconds: as what is computed in a
+    run follows each other, when the host is disturbed too."""
+
+    def row(calls: int) -> float:
+        began = time.perf_counter()
+        for _ in range(calls):
+            function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) / calls
+
+    row(1)
+    return row(max(least, int(within / row(1))))
 
 
 def random_numbers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,16 +1,15 @@
 """Measures a rank's machine before anything loads: memory, links, disk, and how fast matrices are multiplied.
 
 What is allocated here and in `wandistill.train.probe_blocks` is given back, and random numbers come from generators of
-its own, so that training starts as if nothing had been measured. A GPU takes about a second, a CPU some tenths.
+its own, so that training starts as if nothing had been measured. A GPU takes two seconds, a CPU less.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
+import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from wandistill.launch.cgroup import MemoryCgroup
 from wandistill.launch.memory import available_bytes
 from wandistill.planner.measured import GpuProbe, RankProbe
 from wandistill.teacher.host_memory import HostBuffers
+from wandistill.teacher.record_reader import read_rate
 from wandistill.teacher.resident import cpu_computes
 from wandistill.train.distributed import World
 from wandistill.train.measuring import best_seconds, forget, random_numbers, unless_full
@@ -33,8 +33,10 @@ _COPIED, _GATHERED = 256 * MIB, 32 * MIB
 _GPU_MATRIX, _CPU_MATRIX, _CPU_ROWS = 4096, (1024, 4096), 1024
 # A CPU is measured for so long that waking its threads is a small part.
 _CPU_SECONDS = 0.005
-# What is read of the teacher's files, past the page cache, and with how many threads.
-_READ, _READS, _READERS = 2 * MIB, 32, 4
+# Of the teacher's largest file is read so much at least, and for so long at most.
+_READ, _READ_SECONDS = 64 * MIB, 0.4
+# Additions in a row, fewer than a GPU's queue takes, and how often.
+_ADDITIONS, _ROWS = 200, 5
 _CPU = torch.device("cpu")
 
 
@@ -63,6 +65,8 @@ def probe_machine(world: World, teacher: Path, output_dir: Path) -> RankProbe:
         shm_free=shm.f_bavail * shm.f_frsize if shm else 0,
         disk_free=_disk_free(output_dir),
         disk_rate=_disk_rate(teacher) if world.local_rank == 0 else None,
+        operation=_addition(_CPU),
+        launch=_addition(world.device),
         computes_bfloat16=cpu_computes(torch.bfloat16),
     )
 
@@ -129,6 +133,23 @@ def _cpu_product(dtype: torch.dtype) -> float:
     return 2 * rows * inner * columns / seconds
 
 
+def _addition(device: torch.device) -> float:
+    """Seconds of the host for an addition of a few numbers in place, the launch of a kernel where there is one."""
+    few = torch.zeros(4, device=device)
+
+    def row() -> float:
+        began = time.perf_counter()
+        for _ in range(_ADDITIONS):
+            few.add_(1)
+        seconds = (time.perf_counter() - began) / _ADDITIONS
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return seconds
+
+    row()
+    return statistics.median(row() for _ in range(_ROWS))
+
+
 def _copy_rate(device: torch.device) -> float:
     """Bytes a second that a copy on the device reads and writes."""
     source = torch.empty(_COPIED, dtype=torch.uint8, device=device)
@@ -180,28 +201,11 @@ def _disk_free(output_dir: Path) -> int:
 
 
 def _disk_rate(teacher: Path) -> float | None:
-    """Bytes a second that the teacher's largest file is read with, past the page cache, by a few threads.
+    """Bytes a second that the teacher's largest file is read with, past the page cache, as records are read.
 
     None where it is too small to tell, or its file system has no such reads (a disk in memory).
     """
     file = max(teacher.glob("*/*.safetensors"), key=lambda path: path.stat().st_size, default=None)
-    if file is None or file.stat().st_size < _READS * _READ:
+    if file is None or file.stat().st_size < _READ:
         return None
-
-    def read(number: int) -> None:
-        with mmap.mmap(-1, _READ) as buffer:
-            os.preadv(descriptor, [buffer], number * _READ)
-
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    except OSError:
-        return None
-    try:
-        began = time.perf_counter()
-        with ThreadPoolExecutor(_READERS) as readers:
-            list(readers.map(read, range(_READS)))
-        return _READS * _READ / (time.perf_counter() - began)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
+    return read_rate(file, seconds=_READ_SECONDS)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
-from torch import nn
+from torch import Tensor, nn
 
 from wandistill.models.forward import BlockState, run_block, run_blocks
+from wandistill.models.student import Student
 from wandistill.models.wan import WanFolder
 from wandistill.models.weights import with_one_block
 from wandistill.planner.activations import Pass
@@ -21,19 +22,26 @@ from wandistill.planner.request import PlanRequest
 from wandistill.planner.teacher_memory import compute_bytes
 from wandistill.planner.work import block_work
 from wandistill.teacher import DTYPES, cpu
+from wandistill.teacher.base import TeacherOutput
 from wandistill.teacher.layout import Precision, TeacherLayout
 from wandistill.teacher.resident import cpu_computes
 from wandistill.teacher.widening import Widening
 from wandistill.train.distributed import World
-from wandistill.train.measuring import best_seconds, forget, random_numbers, unless_full
+from wandistill.train.measuring import best_seconds, forget, mean_seconds, random_numbers, unless_full
 from wandistill.train.norms import norms_in_float32
+from wandistill.train.objectives import VelocityObjective
 from wandistill.units import GIB, MIB
 
 # A block's operations in all its passes, and weights, at most: a fraction of a second on the slowest device that is
 # worth a run. On a CPU the operations are those of the first measurement; the second takes up to so many seconds,
 # beside which waking threads and what else an operation costs is a small part.
 _GPU_WORK, _GPU_WEIGHTS = 4e12, 4 * GIB
+# A trained block's: enough that the GPU takes longer than the host for its launches wherever a run's own takes less.
+_TRAINED_WORK = 1.6e13
+# A trained block is called so often at least, and for so many seconds: the host's time varies from call to call.
+_TRAINED_CALLS, _TRAINED_SECONDS = 4, 0.15
 _CPU_WORK, _CPU_WEIGHTS, _CPU_SECONDS = 2.5e8, 256 * MIB, 0.2
+_LONGEST_SIDE = 1024  # tokens that Wan's rotary tables have places for
 # Of a pass, with the transformer's config, in a half precision, on a device.
 Measure = Callable[[Pass, Mapping[str, Any], torch.dtype, torch.device], BlockProbe]
 _FLOAT32 = set(WanTransformer3DModel._keep_in_fp32_modules)
@@ -43,9 +51,9 @@ def probe_blocks(request: PlanRequest, folder: WanFolder, world: World) -> Block
     """One block of teacher and student, in the run's own shape as far as that does not take long, and what it takes to
     turn a stored block of the teacher to what is computed with.
 
-    The student's is trained on a GPU, where launching the kernels of a small one takes longer than they do; by the same
-    kernels the memory that they take once they are loaded is there when it is measured. All ranks call this together,
-    since on a CPU they share it.
+    The student's is trained on a GPU, where launching the kernels of a small one takes longer than they do, and so is a
+    student of that block, for what lies outside it; by the same kernels the memory that they take once they are loaded
+    is there when it is measured. All ranks call this together, since on a CPU they share it.
     """
     world.barrier()
     config, device = folder.transformer_config, world.device
@@ -60,13 +68,15 @@ def probe_blocks(request: PlanRequest, folder: WanFolder, world: World) -> Block
     if request.placement in (Placement.CPU.value, AUTO):
         with cpu.share_of_cores(world.local_size):
             cores = teacher(Placement.CPU, torch.device("cpu"))
-    student = None
+    student = outside = None
     if request.trains:
         run, fp16 = request.student_pass(request.batch_size), request.mixed_precision == "fp16"
         on_gpu = partial(_trained_block, again=request.gradient_checkpointing)
         student = _block(run, config, device, fp16=fp16, on_gpu=on_gpu)
+        if student is not None and student.trained:
+            outside = _outside(student, config, device, fp16=fp16)
     layout = TeacherLayout.of(folder.experts, config, Precision.of(DTYPES[request.teacher_dtype], device))
-    return BlockProbes(own, student, cores, _widening(layout, device))
+    return BlockProbes(own, student, cores, _widening(layout, device), outside)
 
 
 @torch.no_grad()
@@ -122,23 +132,28 @@ def _cpu_block(run: Pass, config: Mapping[str, Any], half: torch.dtype, device: 
 
 
 def _random_block(run: Pass, config: Mapping[str, Any], half: torch.dtype, device: torch.device) -> nn.Module:
-    block = with_one_block({**config, **run.architecture.to_config()}).blocks[0]
-    for name, parameter in block.named_parameters():
+    return _filled(with_one_block({**config, **run.architecture.to_config()}).blocks[0], run, half, device)
+
+
+def _filled(module: nn.Module, run: Pass, half: torch.dtype, device: torch.device) -> nn.Module:
+    """`module` with random weights in the precision of `run`, frozen."""
+    for name, parameter in module.named_parameters():
         wide = run.compute.stored == 4 or not _FLOAT32.isdisjoint(name.split("."))
         values = random_numbers(tuple(parameter.shape), torch.float32 if wide else half, device)
         owner, _, key = name.rpartition(".")
-        setattr(block.get_submodule(owner), key, nn.Parameter(values, requires_grad=False))
-    block.requires_grad_(False).eval()
-    norms_in_float32(block)
-    return block
+        setattr(module.get_submodule(owner), key, nn.Parameter(values, requires_grad=False))
+    module.requires_grad_(False).eval()
+    norms_in_float32(module)
+    return module
 
 
 def _trained_block(
     run: Pass, config: Mapping[str, Any], half: torch.dtype, device: torch.device, *, again: bool
 ) -> BlockProbe:
     """A block's forward and backward, which computes the forward `again`."""
-    measured = block_to_measure(run, work=_GPU_WORK / (4 if again else 3), weights=_GPU_WEIGHTS)
+    measured = block_to_measure(run, work=_TRAINED_WORK / (4 if again else 3), weights=_GPU_WEIGHTS)
     block = _random_block(measured, config, half, device).requires_grad_(True)
+    _count_gradients(block)
     state = _random_state(measured, half, device)
     # Of blocks before it, and of what lies outside the blocks, which are trained too.
     entering = (state.hidden, state.prompt, state.time_projection)
@@ -153,7 +168,66 @@ def _trained_block(
         for tensor in (*entering, *block.parameters()):
             tensor.grad = None
 
-    return BlockProbe(measured, best_seconds(train, device, calls=4), trained=True, again=again)
+    return BlockProbe(measured, _trained_seconds(train, device), trained=True, again=again)
+
+
+def _count_gradients(module: nn.Module) -> None:
+    """Has the host do at each gradient what it does in a run, for the metrics."""
+    there: dict[int, int] = {}
+    for place, parameter in enumerate(module.parameters()):
+        parameter.register_post_accumulate_grad_hook(partial(_note, there, place))
+
+
+def _note(there: dict[int, int], place: int, _: Tensor) -> None:
+    there[place] = place
+
+
+def _trained_seconds(train: Callable[[], None], device: torch.device) -> float:
+    return mean_seconds(train, device, least=_TRAINED_CALLS, within=_TRAINED_SECONDS)
+
+
+def _outside(block: BlockProbe, config: Mapping[str, Any], device: torch.device, *, fp16: bool) -> float | None:
+    """Seconds of a micro-batch in which what lies outside the student's blocks is trained, with its loss: those of a
+    student of one block without those of `block`. None where there is no memory for it."""
+    half = torch.float16 if fp16 else torch.bfloat16
+    seconds = unless_full(lambda: _student_seconds(block, config, half, device))
+    forget(device)
+    return max(seconds - block.seconds, 0.0) if seconds is not None else None
+
+
+def _student_seconds(block: BlockProbe, config: Mapping[str, Any], half: torch.dtype, device: torch.device) -> float:
+    """Of a micro-batch of a student of one block, in the shape of `block`, as `wandistill.train.loop` trains it."""
+    run = block.run
+    transformer = with_one_block({**config, **run.architecture.to_config()})
+    _filled(transformer, run, half, device).requires_grad_(True)
+    transformer.rope.to(device)
+    student = Student(transformer, {}, expand_timesteps=run.per_token)
+    student.gradient_checkpointing = block.again
+    _count_gradients(student)
+    size = (run.batch, run.architecture.in_channels, *_latents(run.tokens, run.architecture.patch_size))
+    x = random_numbers(size, torch.float32, device)
+    t = torch.full((run.batch,), 0.5, device=device)
+    prompt = random_numbers((run.batch, run.prompt, run.architecture.text_dim), torch.float32, device)
+    target = TeacherOutput(
+        random_numbers((run.batch, run.architecture.out_channels, *size[2:]), torch.float32, device), {}
+    )
+    objective = VelocityObjective()
+
+    def train() -> None:
+        with torch.autocast(device.type, half, enabled=run.compute.autocast):
+            velocity, features = student(x, t, prompt)
+        objective(velocity, features, target).sum().backward()
+        student.zero_grad()
+
+    return _trained_seconds(train, device)
+
+
+def _latents(tokens: int, patch: Sequence[int]) -> tuple[int, int, int]:
+    """The size of a picture's latents of `tokens` tokens: as square as they allow, or of a few tokens fewer."""
+    height = max(side for side in range(1, math.isqrt(tokens) + 1) if tokens % side == 0)
+    if tokens // height > _LONGEST_SIDE:
+        height = math.isqrt(tokens)
+    return patch[0], patch[1] * height, patch[2] * (tokens // height)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from wandistill.teacher.host_memory import HostBuffers
 from wandistill.train.distributed import World
 
 # Seconds between two looks at a card.
-_LOOK = 0.05
+_LOOK = 0.5
 # What a link is measured with, in a row: long enough that starting and ending does not count.
 _COPIED, _COPIES = 256 << 20, 16
 
@@ -75,7 +75,7 @@ class Measured(NamedTuple):
 
 
 class Card:
-    """A GPU's mean SM clock and power while it is looked at; nothing on a CPU.
+    """A GPU's mean SM clock and power while it is looked at, twice a second; nothing on a CPU.
 
     At the limit of its power a card lowers its clock, and what moves bytes takes power too: so a placement may be
     slower than the resident teacher although its copies are hidden.

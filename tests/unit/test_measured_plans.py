@@ -46,7 +46,7 @@ def replayed(row: dict[str, Any]) -> dict[str, Any]:
     spec = student_spec(config.student_config, model.architecture)
     request = request_of_config(config, model, spec, machines)
     decision = decide(request, measured_rates(request, probes, blocks), force=True)
-    nothing = [RankUse(rank, probe.node, 1, 1, 0, 0) for rank, probe in enumerate(probes)]
+    nothing = [RankUse(rank, probe.node, 1, 1, {}) for rank, probe in enumerate(probes)]
     return side_by_side(decision, nothing, None)
 
 

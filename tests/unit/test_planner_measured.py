@@ -28,7 +28,7 @@ from wandistill.planner.measured import (
     operations,
 )
 from wandistill.planner.memory import NCCL_COMMUNICATOR
-from wandistill.planner.outcome import RankUse, profile, side_by_side
+from wandistill.planner.outcome import HostUse, RankUse, profile, side_by_side
 from wandistill.planner.placements import Placement
 from wandistill.planner.plan import plan
 from wandistill.planner.rates import catalogue_rates
@@ -276,12 +276,23 @@ def test_the_disk_holds_the_checkpoints_that_are_kept_and_the_one_being_written_
 def test_plan_and_measurement_stand_side_by_side_for_every_rank_and_node() -> None:
     probes = [rank(card(), node=node) for node in (0, 0, 1, 1)]
     decision = decide(ask(probes, gradient_checkpointing=True))
-    peaks = (10 * GIB, 11 * GIB, 2 * GIB, 53 * GIB, {"student": 9}, {"student weights": 5})
-    uses = [RankUse(rank, rank // 2, *peaks) for rank in range(4)]
+    uses = [
+        RankUse(
+            rank,
+            rank // 2,
+            10 * GIB,
+            11 * GIB,
+            # One rank of a node builds the student, and later they write a checkpoint together.
+            {"building": HostUse((1 if rank % 2 else 6) * GIB, 53 * GIB), "optimizer": HostUse(3 * GIB, 53 * GIB)},
+            {"student": 9},
+            {"student weights": 5},
+        )
+        for rank in range(4)
+    ]
     content = side_by_side(decision, uses, 1.5)
     assert [entry["rank"] for entry in content["gpu"]] == [0, 1, 2, 3]
     assert content["gpu"][3]["predicted_allocated_bytes"] == decision.row.ranks[1].peak_allocated
-    assert [entry["measured_bytes"] for entry in content["host"]] == [57 * GIB, 57 * GIB]
+    assert [entry["measured_bytes"] for entry in content["host"]] == [60 * GIB, 60 * GIB]
     assert content["step_seconds"]["measured"] == 1.5 and content["step_seconds"]["predicted"] > 0
     table = profile(decision, uses)["ranks"][0]
     phases = {entry["phase"]: entry for entry in table["phases"]}
@@ -294,7 +305,7 @@ def test_plan_and_measurement_stand_side_by_side_for_every_rank_and_node() -> No
 
 def test_without_a_gpu_only_the_node_is_measured() -> None:
     decision = decide(ask([rank()], find_model("embedded"), student_config="half", resolution="64x64"))
-    content = side_by_side(decision, [RankUse(0, 0, 0, 0, GIB, 0)], None)
+    content = side_by_side(decision, [RankUse(0, 0, 0, 0, {"building": HostUse(GIB, 0)})], None)
     assert content["gpu"] == [] and content["host"][0]["measured_bytes"] == GIB
     assert content["placement"] == "gpu"
 

@@ -160,6 +160,16 @@ def test_gpu0_computes_for_all_and_balanced_has_its_bubble() -> None:
     assert gpu < teacher_seconds(answer, Placement.BALANCED) < 2 * gpu
 
 
+@pytest.mark.parametrize(("student", "hidden"), [("1b", False), ("half", True)])
+def test_a_pipeline_s_first_batch_finds_its_way_through_while_the_student_trains(student: str, hidden: bool) -> None:
+    request = ask("h200-141gb", 2, 4, optimizer="adamw8bit")
+    answer = plan(request.change(student=student_spec(student, request.model.architecture).architecture))
+    time, compute = answer.row(Placement.BALANCED).time, teacher_seconds(answer, Placement.GPU)
+    assert time is not None and time.teacher == pytest.approx(1.5 * compute)
+    assert (time.step > time.teacher) is hidden
+    assert time.step == pytest.approx(compute + time.train if hidden else time.teacher)
+
+
 def test_resident_blocks_spare_their_share_of_the_link() -> None:
     none, half = (plan(ask("h100-80gb", 1, guided=False, resident_blocks=count)) for count in (0, 20))
     assert teacher_seconds(half, Placement.STREAM) == pytest.approx(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from wandistill.planner.decide import Decision
 from wandistill.planner.placements import SPECS
@@ -12,6 +12,18 @@ from wandistill.planner.terms import Phases, total
 
 # The phases that fill the caches are measured as one.
 CACHES = "caches"
+
+
+class HostUse(NamedTuple):
+    """Bytes of host memory of a process; mapped files, which the kernel gives up, are left out."""
+
+    private: int  # its own
+    shared: int  # also other ranks', such as the teacher's host copy
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.private + self.shared
 
 
 @dataclass(frozen=True)
@@ -22,8 +34,7 @@ class RankUse:
     node: int
     gpu_allocated: int  # torch.cuda.max_memory_allocated
     gpu_process: int  # of all that the process holds on the card: context, libraries, torch's reserve
-    host_private: int  # when it had the most, its part in what is shared counted
-    host_shared: int  # with the node's other ranks, at that time
+    host: Mapping[str, HostUse]  # in each phase, when both together were the most
     phases: Mapping[str, int] = field(default_factory=dict)  # allocated in each; only with --memory_profile
     terms: Mapping[str, int] = field(default_factory=dict)  # held at the end; only with --memory_profile
 
@@ -54,7 +65,7 @@ def side_by_side(decision: Decision, uses: Sequence[RankUse], step_seconds: floa
         {
             "node": number,
             "predicted_bytes": row.node.host.peak if row.node else None,
-            "measured_bytes": sum(use.host_private for use in node) + max(use.host_shared for use in node),
+            "measured_bytes": _most_on_host(node),
         }
         for number, node in nodes.items()
     ]
@@ -64,6 +75,17 @@ def side_by_side(decision: Decision, uses: Sequence[RankUse], step_seconds: floa
         "host": host,
         "step_seconds": {"predicted": row.time.step if row.time else None, "measured": step_seconds},
     }
+
+
+def _most_on_host(node: Sequence[RankUse]) -> int:
+    """Of all phases the most that a node's ranks had together: one has its peak while it builds the student, which
+    the others wait for, and they have theirs later."""
+
+    def together(phase: str) -> int:
+        uses = [use.host[phase] for use in node if phase in use.host]
+        return sum(use.private for use in uses) + max(use.shared for use in uses)
+
+    return max((together(phase) for phase in {phase for use in node for phase in use.host}), default=0)
 
 
 def profile(decision: Decision, uses: Sequence[RankUse]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from wandistill.device_map import DeviceMap
 from wandistill.planner.activations import Pass
@@ -74,24 +75,24 @@ def step_time(
     """
     rates = rates or catalogue_rates(request.machines)
     steps = request.gradient_accumulation_steps
-    teacher, formula = 0.0, "teacher: its targets are cached"
+    answer = _Answers(0.0, 0.0, "teacher: its targets are cached")
     if request.targets == "online":
-        teacher, formula = _teacher(request, placement, places, rates, serves_only)
+        answer = _teacher(request, placement, places, rates, serves_only)
     student, student_formula = _student(request, rates)
     optimizer, optimizer_formula = _optimizer(request, rates)
     communication = _communication(request, rates, student)
     trainers = request.machines.world - serves_only
     train = student + optimizer + communication
-    # A rank that only serves works ahead while the others train.
-    step = max(teacher, train) if serves_only else teacher + train
+    # A step's answers are asked for while the student takes the step before.
+    step = max(answer.seconds, answer.busy + train)
     samples = request.batch_size * steps * trainers
     formulas = (
-        formula,
+        answer.formula,
         student_formula,
         optimizer_formula,
         f"gradients between ranks, not hidden: {format_seconds(communication)}",
     )
-    return StepTime(teacher, student, optimizer, communication, step, samples / step, formulas)
+    return StepTime(answer.seconds, student, optimizer, communication, step, samples / step, formulas)
 
 
 def forward_seconds(run: Pass, rates: Rates) -> float:
@@ -173,28 +174,39 @@ def _communication(request: PlanRequest, rates: Rates, student: float) -> float:
     return max(0.0, moved / link - hidden)
 
 
+class _Answers(NamedTuple):
+    """The teacher's part of a step."""
+
+    seconds: float  # from the requests until all answers are there
+    busy: float  # of them, those in which a rank that trains computes for the teacher, or waits for its weights
+    formula: str
+
+
 def _teacher(
     request: PlanRequest,
     placement: Placement,
     places: DeviceMap | None,
     rates: Rates,
     serves_only: bool,
-) -> tuple[float, str]:
-    """Seconds until all answers of a step are there, and how they come about."""
+) -> _Answers:
+    """The answers of a step, and how they come about."""
     own, ranks = records(request, placement), request.machines.ranks
     compute = _compute(request, placement, rates)
     said = format_seconds(compute)
     if placement is Placement.CPU:
         flops = request.gradient_accumulation_steps * _flops(request, placement)
-        return compute, f"teacher: {flops * ranks / 1e12:.1f} TFLOP on {request.machines.cores} cores, {said}"
+        formula = f"teacher: {flops * ranks / 1e12:.1f} TFLOP on {request.machines.cores} cores, {said}"
+        return _Answers(compute, compute, formula)
     if placement is Placement.GPU:
-        return compute, f"teacher: compute {said}"
+        return _Answers(compute, compute, f"teacher: compute {said}")
     if placement is Placement.GPU0:
         asking = request.machines.world - serves_only
-        return asking * compute, f"teacher: {asking} ranks x {said} on one GPU"
+        seconds = asking * compute
+        return _Answers(seconds, 0.0 if serves_only else seconds, f"teacher: {asking} ranks x {said} on one GPU")
     if places is not None:
         return _pipeline(request, placement, places, compute)
-    return _fed(request, placement, rates, own, compute)
+    seconds, formula = _fed(request, placement, rates, own, compute)
+    return _Answers(seconds, seconds, formula)
 
 
 def _compute(request: PlanRequest, placement: Placement, rates: Rates) -> float:
@@ -240,8 +252,9 @@ def _flops(request: PlanRequest, placement: Placement) -> float:
     return work.matrix_flops + work.attention_flops
 
 
-def _pipeline(request: PlanRequest, placement: Placement, places: DeviceMap, compute: float) -> tuple[float, str]:
-    """Batches of all ranks through all stages: the slowest stage for each, and the first one's way through the rest."""
+def _pipeline(request: PlanRequest, placement: Placement, places: DeviceMap, compute: float) -> _Answers:
+    """Batches of all ranks through all stages: the slowest stage for each, and the first one's way through the rest,
+    in which a rank trains."""
     blocks = places[1:-1]
     stages = [
         sum(place.rank == rank for place in blocks) / len(blocks) for rank in dict.fromkeys(p.rank for p in places)
@@ -249,9 +262,10 @@ def _pipeline(request: PlanRequest, placement: Placement, places: DeviceMap, com
     asking = request.machines.world if SPECS[placement].whole_job else request.machines.ranks
     pieces = asking * request.gradient_accumulation_steps * -(-request.teacher_rows // request.teacher_piece)
     piece = compute * asking / pieces
-    seconds = (pieces - 1) * max(stages) * piece + piece
-    return (
-        seconds,
+    slowest = max(stages) * piece
+    return _Answers(
+        (pieces - 1) * slowest + piece,
+        pieces * slowest,
         f"teacher: {pieces} batches x {format_seconds(piece)}, {len(stages)} stages, slowest {max(stages):.0%}",
     )
 
@@ -327,7 +341,7 @@ def prepare_cost(
     width = 2 if request.on_gpu and request.teacher_dtype != "float32" else 4
     batch = rollouts_at_once(request)
     asking = request.change(batch_size=batch, gradient_accumulation_steps=1)
-    seconds, _ = _teacher(asking, placement, places, rates, False)
+    seconds = _teacher(asking, placement, places, rates, False).seconds
     latents = request.student_pass(1).sizes.latents
     return PrepareCost(
         prompts=prompts,

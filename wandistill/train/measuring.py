@@ -45,9 +45,9 @@ def best_seconds(function: Callable[[], object], device: torch.device, calls: in
     return min(once(), once())
 
 
-def mean_seconds(function: Callable[[], object], device: torch.device, *, least: int, within: float) -> float:
-    """Seconds a call in a row of at least `least` calls, and as many as take `within` seconds: as what is computed in a
-    run follows each other, when the host is disturbed too."""
+def mean_seconds(function: Callable[[], object], device: torch.device, *, within: float) -> float:
+    """Seconds a call in a row of as many calls as take `within` seconds: as what is computed in a run follows each
+    other, when the host is disturbed too."""
 
     def row(calls: int) -> float:
         began = time.perf_counter()
@@ -58,7 +58,7 @@ def mean_seconds(function: Callable[[], object], device: torch.device, *, least:
         return (time.perf_counter() - began) / calls
 
     row(1)
-    return row(max(least, int(within / row(1))))
+    return row(max(1, int(within / row(1))))
 
 
 def random_numbers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

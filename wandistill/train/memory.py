@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from wandistill.launch.cgroup import MemoryCgroup
 from wandistill.models.held import plain_tensors
 from wandistill.planner.decide import Decision
-from wandistill.planner.outcome import RankUse, planned_rank, profile, side_by_side
+from wandistill.planner.outcome import HostUse, RankUse, planned_rank, profile, side_by_side
 from wandistill.train.distributed import World
 from wandistill.train.record import RunRecord, write_json
 from wandistill.train.student import TrainedStudent
@@ -28,24 +27,12 @@ _EVENTS = 200_000
 _WARM_UP = 2
 
 
-class HostMemory(NamedTuple):
-    """Bytes of host memory of this process; mapped files, which the kernel gives up, are left out."""
-
-    private: int  # its own
-    shared: int  # also other ranks', such as the teacher's host copy
-
-    @property
-    def total(self) -> int:
-        """Both."""
-        return self.private + self.shared
-
-
-def host_memory() -> HostMemory:
-    """From /proc/self/status."""
+def host_memory() -> HostUse:
+    """Of this process, from /proc/self/status."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     private, shared = (int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
-    return HostMemory(private, shared)
+    return HostUse(private, shared)
 
 
 class MemoryAccount:
@@ -65,7 +52,8 @@ class MemoryAccount:
         self._world, self._decision, self.detailed = world, decision, detailed
         self._on_phase = on_phase
         self._on_gpu = world.device.type == "cuda"
-        self._host = HostMemory(0, 0)
+        self._phase = ""  # the last that began
+        self._host: dict[str, HostUse] = {}
         self._gpu_peak = 0
         self._phases: dict[str, int] = {}
         self._steps: list[float] = []
@@ -86,9 +74,9 @@ class MemoryAccount:
 
     def _look(self) -> None:
         while True:
-            now = host_memory()
+            phase, now = self._phase, host_memory()
             # Both as they were at one time: private and shared memory have their peaks at different ones.
-            self._host = max(self._host, now, key=lambda memory: memory.total)
+            self._host[phase] = max(self._host.get(phase, now), now, key=lambda use: use.total)
             if self._done.wait(_INTERVAL):
                 return
 
@@ -96,6 +84,7 @@ class MemoryAccount:
     def phase(self, name: str) -> Iterator[None]:
         """Counts the body as phase `name` of the plan; phases do not nest."""
         self._on_phase(name)
+        self._phase = name
         if not (self.detailed and self._on_gpu):
             yield
             return
@@ -151,8 +140,7 @@ class MemoryAccount:
             node=self._world.node,
             gpu_allocated=self.gpu_peak(),
             gpu_process=process,
-            host_private=self._host.private,
-            host_shared=self._host.shared,
+            host=dict(self._host),
             phases=self._phases,
             terms=terms,
         )

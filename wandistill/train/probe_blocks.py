@@ -38,8 +38,8 @@ from wandistill.units import GIB, MIB
 _GPU_WORK, _GPU_WEIGHTS = 4e12, 4 * GIB
 # A trained block's: enough that the GPU takes longer than the host for its launches wherever a run's own takes less.
 _TRAINED_WORK = 1.6e13
-# A trained block is called so often at least, and for so many seconds: the host's time varies from call to call.
-_TRAINED_CALLS, _TRAINED_SECONDS = 4, 0.15
+# A trained block is called for so many seconds: the host's time varies from call to call.
+_TRAINED_SECONDS = 0.15
 _CPU_WORK, _CPU_WEIGHTS, _CPU_SECONDS = 2.5e8, 256 * MIB, 0.2
 _LONGEST_SIDE = 1024  # tokens that Wan's rotary tables have places for
 # Of a pass, with the transformer's config, in a half precision, on a device.
@@ -183,7 +183,7 @@ def _note(there: dict[int, int], place: int, _: Tensor) -> None:
 
 
 def _trained_seconds(train: Callable[[], None], device: torch.device) -> float:
-    return mean_seconds(train, device, least=_TRAINED_CALLS, within=_TRAINED_SECONDS)
+    return mean_seconds(train, device, within=_TRAINED_SECONDS)
 
 
 def _outside(block: BlockProbe, config: Mapping[str, Any], device: torch.device, *, fp16: bool) -> float | None:

@@ -52,7 +52,7 @@ class Case:
 class TrainerCase:
     """Whole training steps of each rank on shape WIDE, see `bench_trainer`.
 
-    The fields are those of `Case`; `gpu` and `host` count the student too.
+    The fields are those of `Case`; `gpu` counts the student too.
     """
 
     name: str

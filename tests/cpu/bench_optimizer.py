@@ -50,7 +50,7 @@ def step_in_additions(name: str, elements: int, *, alone: bool) -> float:
     if name == "adamw":
         stepper = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01, fused=True)
     elif not alone:
-        stepper._apply = lambda *_: None  # one call for all
+        stepper._apply = lambda *_: None  # of many, one call whose share is nothing: left out
     gradients = [torch.randn_like(parameter) for parameter in parameters]
     few = torch.zeros(4)
 

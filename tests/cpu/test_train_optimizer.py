@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torchao.optim import AdamW8bit
 from torchao.optim.adam import _AdamW
 
-from wandistill.planner.updates import JOINED
+from wandistill.planner.updates import JOINED, ROW
 from wandistill.train.optimizer import BETAS, build_optimizer
 
 # With 8-bit moments, too small for them, and not a whole number of blocks. Small ones, which are updated together, come
@@ -58,3 +59,21 @@ def test_parameters_that_took_other_numbers_of_steps_are_not_joined() -> None:
 
     both, late = stepped((True, True), (True, True)), stepped((True, False), (True, True))
     assert torch.equal(both[0], late[0]) and torch.equal(late[1], stepped((True, True))[1])
+
+
+def test_a_row_of_small_parameters_is_no_longer_than_the_planner_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = [nn.Parameter(torch.ones(JOINED - 1)) for _ in range(9)]
+    optimizer = build_optimizer("adamw_bf16", parameters, 1e-2, 0.0)
+    rows = []
+    step = optimizer._apply
+
+    def apply(update: Any, group: dict[str, Any]) -> None:
+        rows.append(update.parameter.numel())
+        step(update, group)
+
+    monkeypatch.setattr(optimizer, "_apply", apply)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert sum(rows) == 9 * (JOINED - 1) and max(rows) <= ROW and len(rows) == 3
+    assert all(torch.equal(parameter, parameters[0]) and parameter[0] < 1 for parameter in parameters)

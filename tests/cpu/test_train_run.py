@@ -230,8 +230,10 @@ def test_a_node_reads_once_what_its_host_copy_and_the_student_begin_with(placeme
         raise AssertionError("the teacher's files are read again")
 
     monkeypatch.setattr("wandistill.models.weights.safe_open", refuse)
-    # Where rollouts are missing, the teacher is at its place before the student is built.
-    assert train(teacher_device_strategy=placement, init="high", cache_dir=tmp_path / "cache", rollout_steps=1) == 0
+    # With rollouts to make, and where they are there.
+    for name in ("first", "second"):
+        settings = {"cache_dir": tmp_path / "cache", "rollout_steps": 1, "output_dir": tmp_path / name}
+        assert train(teacher_device_strategy=placement, init="high", **settings) == 0
 
 
 def test_cached_targets_train_without_the_teacher(train, tmp_path, monkeypatch):

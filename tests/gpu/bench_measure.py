@@ -7,6 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,20 +99,21 @@ class Card:
             self._thread.join()
 
     def row(self, world: World) -> dict[str, Any]:
-        """Lists with an entry for each rank; all ranks call this together."""
-        if self._device.type != "cuda":
+        """Lists with an entry for each rank, or nothing where a driver does not tell; all ranks call this together."""
+        looks = world.gather(self._looks)
+        if not all(looks):
             return {}
-        means = [
-            [round(sum(values) / len(values), 1) for values in zip(*own, strict=True)]
-            for own in world.gather(self._looks)
-        ]
+        means = [[round(sum(values) / len(values), 1) for values in zip(*own, strict=True)] for own in looks]
         return {"sm_clock_mhz": [clock for clock, _ in means], "power_watts": [power for _, power in means]}
 
     def _watch(self) -> None:
-        while True:
-            self._looks.append((torch.cuda.clock_rate(self._device), torch.cuda.power_draw(self._device) / 1000))
-            if self._ended.wait(_LOOK):
-                return
+        import pynvml
+
+        with suppress(pynvml.NVMLError):
+            while True:
+                self._looks.append((torch.cuda.clock_rate(self._device), torch.cuda.power_draw(self._device) / 1000))
+                if self._ended.wait(_LOOK):
+                    return
 
 
 @torch.no_grad()

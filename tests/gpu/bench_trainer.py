@@ -58,6 +58,10 @@ class Known:
     def result(self, ticket: Any) -> TeacherOutput:
         return TeacherOutput(ticket.float(), {})
 
+    def weight(self, expert: Expert, name: str) -> Tensor | None:
+        """None."""
+        return None
+
     def close(self) -> None:
         """Nothing to do."""
 

@@ -110,6 +110,10 @@ def test_a_folder_s_blocks_have_the_bytes_that_its_headers_say_and_unknown_ones_
     assert model_from_folder(folder).block_bytes is None, "whoever loads it says that it was cut short"
     weights.unlink()
     assert model_from_folder(folder).block_bytes is None
+    weights.with_name("diffusion_pytorch_model.safetensors.index.json").write_text(
+        '{"weight_map": {"proj_out.bias": 1}}'
+    )
+    assert model_from_folder(folder).block_bytes is None, "whoever loads it says that its index names no file"
 
 
 def test_a_local_folder_is_read_from_its_configs_alone(tmp_path: Path) -> None:

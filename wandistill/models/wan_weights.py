@@ -135,6 +135,9 @@ def _sharded_tensors(index: Path) -> dict[str, StoredTensor]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{index} has no weight_map that says which shard holds which tensor: download it again.")
+    wrong = [name for name, shard in weight_map.items() if not isinstance(shard, str)]
+    if wrong:
+        raise ConfigError(f"{index} names no file for the tensor {wrong[0]}: download it again.")
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing:

@@ -15,6 +15,7 @@ from wandistill.planner.activations import Peak, training_peak
 from wandistill.planner.parameters import ParameterTensor, block_tensors, outer_tensors, projection_tensors
 from wandistill.planner.request import PlanRequest
 from wandistill.planner.terms import Term, count_bytes
+from wandistill.planner.updates import ROW
 from wandistill.units import format_bytes
 
 # torchao's 8-bit moments: numbers in blocks of 256 with a float32 scale each, and a table of 256 float32 a moment.
@@ -189,7 +190,6 @@ def _optimizer_step(request: PlanRequest, own: StudentBytes) -> Term:
         return Term("optimizer step", 0, "AdamW fused: in place")
     if request.optimizer == "adamw":
         return Term("optimizer step", 2 * own.largest, f"2 x the largest parameter, {format_bytes(own.largest)}")
-    # torchao updates one parameter at a time, in float32.
-    return Term(
-        "optimizer step", 3 * own.largest, f"3 float32 copies of the largest parameter, {format_bytes(own.largest)}"
-    )
+    # torchao updates one parameter at a time, or a row of small ones, in float32.
+    widest = max(own.largest, ROW * 4)
+    return Term("optimizer step", 3 * widest, f"3 float32 copies of what is updated at a time, {format_bytes(widest)}")

@@ -1,7 +1,7 @@
 """The host's time for an optimizer step.
 
 Small parameters are updated together and each other one alone. Follows `wandistill.train.optimizer`, which takes
-`JOINED` from here.
+`JOINED` and `ROW` from here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import NamedTuple
 from wandistill.architecture import WanArchitecture
 from wandistill.planner.parameters import ParameterTensor, block_tensors, outer_tensors, projection_tensors
 
-# Parameters of fewer elements are updated together: a GPU takes less time for them than the host for a call.
+# Parameters of fewer elements are updated together: a GPU takes less time for them than the host for a call. So many
+# elements they have together at most, so that their copies take no memory to speak of.
 JOINED = 1 << 16
+ROW = 1 << 18
 
 
 class HostWork(NamedTuple):

@@ -174,7 +174,7 @@ def read_rate(file: Path, *, seconds: float) -> float | None:
 
     Args:
         file: read from its beginning.
-        seconds: no read begins later than so long after the first, which does not count.
+        seconds: no read begins later than so long after the first of each thread, which do not count.
 
     Returns:
         None where the file system has no reads past the page cache, or the file cannot be read.

@@ -62,7 +62,7 @@ class ResidentTeacher:
         return ticket.output(velocity, features)
 
     def weight(self, expert: Expert, name: str) -> Tensor | None:
-        """None: the weights are on the device."""
+        """None: the files are read."""
         return None
 
     def close(self) -> None:

@@ -46,8 +46,8 @@ def best_seconds(function: Callable[[], object], device: torch.device, calls: in
 
 
 def mean_seconds(function: Callable[[], object], device: torch.device, *, within: float) -> float:
-    """Seconds a call in a row of as many calls as take `within` seconds: as what is computed in a run follows each
-    other, when the host is disturbed too."""
+    """Seconds a call, in a row of as many as take `within` seconds: as in a run, where one call follows another and the
+    host is disturbed now and then."""
 
     def row(calls: int) -> float:
         began = time.perf_counter()
@@ -58,7 +58,8 @@ def mean_seconds(function: Callable[[], object], device: torch.device, *, within
         return (time.perf_counter() - began) / calls
 
     row(1)
-    return row(max(1, int(within / row(1))))
+    once = row(1)
+    return once if once >= within else row(int(within / once))
 
 
 def random_numbers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

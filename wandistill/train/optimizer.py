@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
-from wandistill.planner.updates import JOINED
+from wandistill.planner.updates import JOINED, ROW
 from wandistill.train.schedule import stream_seed
 
 BETAS = (0.9, 0.99)
@@ -66,6 +65,23 @@ class _Update(NamedTuple):
         return self.parameter.dtype, type(self.first), self.first.dtype, self.step.item()
 
 
+def _together(updates: Iterable[_Update]) -> list[list[_Update]]:
+    """Those of small parameters, by kind, in rows that are no longer than `ROW`."""
+    rows: list[list[_Update]] = []
+    last: dict[object, tuple[list[_Update], int]] = {}
+    for update in updates:
+        size = update.parameter.numel()
+        if size >= JOINED:
+            continue
+        row, length = last.get(update.kind, ([], ROW))
+        if length + size > ROW:
+            row, length = [], 0
+            rows.append(row)
+        row.append(update)
+        last[update.kind] = row, length + size
+    return rows
+
+
 @cache
 def _on_shards(kind: Any) -> Any:
     """torchao's optimizer `kind` with a step in which each rank computes on its own part of a sharded parameter:
@@ -73,7 +89,7 @@ def _on_shards(kind: Any) -> Any:
 
     Parameters go in as rows of one length: a graph for each shape of a Wan, of which there are some 20, takes a minute
     to compile; rows of any number share one. Calling what is compiled takes the host longer than a small parameter
-    takes a GPU: those, two thirds of a Wan's, are copied together, updated, and copied back.
+    takes a GPU: those, two thirds of a Wan's, are copied together up to a row's length, updated, and copied back.
     """
     from torchao.optim.adam import single_param_adam
     from torchao.optim.subclass_8bit import OptimState8bit
@@ -92,7 +108,7 @@ def _on_shards(kind: Any) -> Any:
         if isinstance(first, OptimState8bit):
             codes, scale = joined([one.codes for one in tensors]), joined([one.scale for one in tensors])
             return OptimState8bit(codes, scale, first.qmap, first.signed, first.dtype)
-        return _flatten_dense_tensors(tensors)
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
     def copy_back(whole: Any, tensors: list[Any]) -> None:
         """Copies what `joined` gave to where it came from."""
@@ -100,13 +116,15 @@ def _on_shards(kind: Any) -> Any:
             copy_back(whole.codes, [one.codes for one in tensors])
             copy_back(whole.scale, [one.scale for one in tensors])
         else:
-            torch._foreach_copy_(tensors, _unflatten_dense_tensors(whole, tensors))
+            parts = whole.split([tensor.numel() for tensor in tensors])
+            torch._foreach_copy_(tensors, [part.view_as(own) for part, own in zip(parts, tensors, strict=True)])
 
     class OnShards(kind):
         @torch.no_grad()
         def step(self, closure: None = None) -> None:
             # A few more graphs, where a number of rows is equal to another size; dynamo's limit, 8, is an error here.
-            # The group's settings are the same in all steps: numbers that are not become tensors in each call.
+            # The group's settings are the same in all steps, so they are constants of the graph: as inputs each would
+            # become a tensor in each call.
             unlimited = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
             with torch._dynamo.config.patch({"specialize_float": True, **unlimited}):
                 for group in self.param_groups:
@@ -117,11 +135,7 @@ def _on_shards(kind: Any) -> Any:
             if not updates:
                 return
             torch._foreach_add_([update.step for update in updates], 1)
-            together: dict[object, list[_Update]] = {}
-            for update in updates:
-                if update.parameter.numel() < JOINED:
-                    together.setdefault(update.kind, []).append(update)
-            for small in together.values():
+            for small in _together(updates):
                 parameters, gradients, steps, firsts, seconds = map(list, zip(*small, strict=True))
                 whole = _Update(joined(parameters), joined(gradients), steps[0], joined(firsts), joined(seconds))
                 self._apply(whole, group)

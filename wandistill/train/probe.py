@@ -33,7 +33,7 @@ _COPIED, _GATHERED = 256 * MIB, 32 * MIB
 _GPU_MATRIX, _CPU_MATRIX, _CPU_ROWS = 4096, (1024, 4096), 1024
 # A CPU is measured for so long that waking its threads is a small part.
 _CPU_SECONDS = 0.005
-# Of the teacher's largest file is read so much at least, and for so long at most.
+# A file smaller than this tells nothing of the disk; the teacher's largest is read for so long.
 _READ, _READ_SECONDS = 64 * MIB, 0.4
 # Additions in a row, fewer than a GPU's queue takes, and how often.
 _ADDITIONS, _ROWS = 200, 5
@@ -66,7 +66,7 @@ def probe_machine(world: World, teacher: Path, output_dir: Path) -> RankProbe:
         disk_free=_disk_free(output_dir),
         disk_rate=_disk_rate(teacher) if world.local_rank == 0 else None,
         operation=_addition(_CPU),
-        launch=_addition(world.device),
+        launch=unless_full(lambda: _addition(world.device)),
         computes_bfloat16=cpu_computes(torch.bfloat16),
     )
 

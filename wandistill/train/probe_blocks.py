@@ -36,8 +36,9 @@ from wandistill.units import GIB, MIB
 # worth a run. On a CPU the operations are those of the first measurement; the second takes up to so many seconds,
 # beside which waking threads and what else an operation costs is a small part.
 _GPU_WORK, _GPU_WEIGHTS = 4e12, 4 * GIB
-# A trained block's: enough that the GPU takes longer than the host for its launches wherever a run's own takes less.
-_TRAINED_WORK = 1.6e13
+# A trained block's, by the bytes of an element: so many that the GPU takes longer than the host for its launches where
+# the run's own block would; a card of 24 GB still takes half a second.
+_TRAINED_WORK = {2: 1.6e13, 4: 8e12}
 # A trained block is called for so many seconds: the host's time varies from call to call.
 _TRAINED_SECONDS = 0.15
 _CPU_WORK, _CPU_WEIGHTS, _CPU_SECONDS = 2.5e8, 256 * MIB, 0.2
@@ -151,7 +152,8 @@ def _trained_block(
     run: Pass, config: Mapping[str, Any], half: torch.dtype, device: torch.device, *, again: bool
 ) -> BlockProbe:
     """A block's forward and backward, which computes the forward `again`."""
-    measured = block_to_measure(run, work=_TRAINED_WORK / (4 if again else 3), weights=_GPU_WEIGHTS)
+    work = _TRAINED_WORK[run.compute.hidden] / (4 if again else 3)
+    measured = block_to_measure(run, work=work, weights=_GPU_WEIGHTS)
     block = _random_block(measured, config, half, device).requires_grad_(True)
     _count_gradients(block)
     state = _random_state(measured, half, device)
@@ -171,11 +173,13 @@ def _trained_block(
     return BlockProbe(measured, _trained_seconds(train, device), trained=True, again=again)
 
 
-def _count_gradients(module: nn.Module) -> None:
-    """Has the host do at each gradient what it does in a run, for the metrics."""
+def _count_gradients(module: nn.Module) -> dict[int, int]:
+    """Has the host do at each gradient what it does in a run of one rank, for the metrics; returns the places of the
+    parameters whose gradients came."""
     there: dict[int, int] = {}
     for place, parameter in enumerate(module.parameters()):
         parameter.register_post_accumulate_grad_hook(partial(_note, there, place))
+    return there
 
 
 def _note(there: dict[int, int], place: int, _: Tensor) -> None:
@@ -196,7 +200,7 @@ def _outside(block: BlockProbe, config: Mapping[str, Any], device: torch.device,
 
 
 def _student_seconds(block: BlockProbe, config: Mapping[str, Any], half: torch.dtype, device: torch.device) -> float:
-    """Of a micro-batch of a student of one block, in the shape of `block`, as `wandistill.train.loop` trains it."""
+    """Of a micro-batch of a student of one block, in the shape of `block`, with the loss of its velocity alone."""
     run = block.run
     transformer = with_one_block({**config, **run.architecture.to_config()})
     _filled(transformer, run, half, device).requires_grad_(True)

@@ -1,4 +1,7 @@
-"""Seconds in the chart's tables, on each GPU: the teacher's part of a step under a placement, and the rest of it."""
+"""Seconds in the chart's tables, on each GPU: the teacher's part of a step under a placement, and the rest of it.
+
+Where the students train in a part of the teacher's seconds, its own part follows them after a slash.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ def teacher_times(
             seconds.append("-")
             continue
         asked = row.settled(request).change_machines(gpu=card)
-        seconds.append(_part(step_time(asked, placement, row.places, serves_only=serves_only).teacher))
+        time = step_time(asked, placement, row.places, serves_only=serves_only)
+        seconds.append("/".join(dict.fromkeys(_part(own) for own in (time.teacher, time.busy))))
     return " ".join(seconds)
 
 

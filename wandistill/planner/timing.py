@@ -32,6 +32,7 @@ class StepTime:
     """Seconds of one optimizer step on the slowest rank."""
 
     teacher: float  # from the first request to the last answer
+    busy: float  # of it, while a rank that trains computes for the teacher or waits for its weights
     student: float  # forward and backward of all micro-batches
     optimizer: float
     communication: float  # of gradients, as far as it is not hidden
@@ -92,7 +93,7 @@ def step_time(
         optimizer_formula,
         f"gradients between ranks, not hidden: {format_seconds(communication)}",
     )
-    return StepTime(answer.seconds, student, optimizer, communication, step, samples / step, formulas)
+    return StepTime(answer.seconds, answer.busy, student, optimizer, communication, step, samples / step, formulas)
 
 
 def forward_seconds(run: Pass, rates: Rates) -> float:
@@ -177,8 +178,8 @@ def _communication(request: PlanRequest, rates: Rates, student: float) -> float:
 class _Answers(NamedTuple):
     """The teacher's part of a step."""
 
-    seconds: float  # from the requests until all answers are there
-    busy: float  # of them, those in which a rank that trains computes for the teacher, or waits for its weights
+    seconds: float  # see `StepTime.teacher`
+    busy: float  # see `StepTime.busy`
     formula: str
 
 

@@ -125,7 +125,7 @@ from `computed`, and none is calculated here; a step's seconds are put together 
 {{- $nodes := add (int $pool.nodes) (ternary 1 0 .job.split) -}}
 {{- $train := printf "%s/%d%s" $before (int $pool.ranks) (ternary "" (ternary "+" "++" (eq $nodes 2)) (eq $nodes 1)) -}}
 {{- $trainSeconds := include "wandistill.seconds" (dict "table" $table "row" (index $table.train $train) "index" $index "column" $column) -}}
-{{- $teacherSeconds := "" -}}
+{{- $teacherSeconds := list -}}
 {{- $cells := dict "table" $table "rows" $rows "index" $index "column" $column -}}
 {{- if and $pool.onGpu (eq "replan" (default "" $training.on_oom)) -}}
 {{- $cell = include "wandistill.cell" (merge (dict "placement" "replan") $cells) | fromJson -}}
@@ -145,12 +145,12 @@ from `computed`, and none is calculated here; a step's seconds are put together 
 {{- fail (printf "pools.teacher: placement gpu0 does not fit: %s GiB needed on its GPU, %s has %s: %s." $master.needed $other (index $catalog.usable $other) $what) -}}
 {{- end -}}
 {{- $one := include "wandistill.seconds" (dict "table" $table "row" $waits "index" $index "column" (int (index $table.gpus $other))) -}}
-{{- $teacherSeconds = mulf $one $pool.nodes $pool.ranks -}}
+{{- $teacherSeconds = list (mulf $one $pool.nodes $pool.ranks) 0 -}}
 {{- else -}}
-{{- $teacherSeconds = include "wandistill.seconds" (dict "table" $table "row" $waits "index" $index "column" $column) -}}
+{{- $teacherSeconds = splitList "/" (include "wandistill.seconds" (dict "table" $table "row" $waits "index" $index "column" $column)) -}}
 {{- end -}}
-{{- /* A rank that only serves works ahead while the others train. */ -}}
-{{- $step := ternary (maxf $teacherSeconds $trainSeconds) (addf $teacherSeconds $trainSeconds) (or .job.split $serves) -}}
+{{- /* As the planner has it: a step's answers are asked for while the students take the step before. */ -}}
+{{- $step := maxf (first $teacherSeconds) (addf (last $teacherSeconds) $trainSeconds) -}}
 {{- $seconds := printf "%.2g" $step | float64 | toString -}}
 {{- dict "placement" $placement "settings" $settings "needed" $needed "seconds" $seconds "memory" $cell.memory "shm" $cell.shm "masterMemory" $master.memory "masterShm" $master.shm | toJson -}}
 {{- end }}
@@ -168,7 +168,7 @@ from `computed`, and none is calculated here; a step's seconds are put together 
 {{- end -}}
 {{- end }}
 
-{{/* Seconds on a GPU, of a row that has the number of a text for each batch size. Takes dict "table", "row", "index", "column". */}}
+{{/* Seconds on a GPU as wandistill/kube/times.py writes them, of a row that has the number of a text for each batch size. Takes dict "table", "row", "index", "column". */}}
 {{- define "wandistill.seconds" -}}
 {{- index (splitList " " (index .table.seconds (int (index (splitList " " .row) .index)))) .column -}}
 {{- end }}

@@ -32,34 +32,26 @@ def forget(device: torch.device) -> None:
 
 def best_seconds(function: Callable[[], object], device: torch.device, calls: int = 1) -> float:
     """The better of two measurements of `calls` calls in a row, in seconds a call."""
-
-    def once() -> float:
-        began = time.perf_counter()
-        for _ in range(calls):
-            function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - began) / calls
-
-    once()
-    return min(once(), once())
+    _row_seconds(function, device, calls)
+    return min(_row_seconds(function, device, calls) for _ in range(2))
 
 
 def mean_seconds(function: Callable[[], object], device: torch.device, *, within: float) -> float:
     """Seconds a call, in a row of as many as take `within` seconds: as in a run, where one call follows another and the
     host is disturbed now and then."""
+    _row_seconds(function, device, 1)
+    once = _row_seconds(function, device, 1)
+    return once if once >= within else _row_seconds(function, device, int(within / once))
 
-    def row(calls: int) -> float:
-        began = time.perf_counter()
-        for _ in range(calls):
-            function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - began) / calls
 
-    row(1)
-    once = row(1)
-    return once if once >= within else row(int(within / once))
+def _row_seconds(function: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Seconds a call of `calls` calls in a row, until the device is done."""
+    began = time.perf_counter()
+    for _ in range(calls):
+        function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) / calls
 
 
 def random_numbers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -73,12 +73,13 @@ def _together(updates: Iterable[_Update]) -> list[list[_Update]]:
         size = update.parameter.numel()
         if size >= JOINED:
             continue
-        row, length = last.get(update.kind, ([], ROW))
+        kind = update.kind
+        row, length = last.get(kind, ([], ROW))
         if length + size > ROW:
             row, length = [], 0
             rows.append(row)
         row.append(update)
-        last[update.kind] = row, length + size
+        last[kind] = row, length + size
     return rows
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
-from torch import Tensor, nn
+from torch import nn
 
 from wandistill.models.forward import BlockState, run_block, run_blocks
 from wandistill.models.student import Student
@@ -30,6 +30,7 @@ from wandistill.train.distributed import World
 from wandistill.train.measuring import best_seconds, forget, mean_seconds, random_numbers, unless_full
 from wandistill.train.norms import norms_in_float32
 from wandistill.train.objectives import VelocityObjective
+from wandistill.train.student import note_gradients
 from wandistill.units import GIB, MIB
 
 # A block's operations in all its passes, and weights, at most: a fraction of a second on the slowest device that is
@@ -174,16 +175,11 @@ def _trained_block(
 
 
 def _count_gradients(module: nn.Module) -> dict[int, int]:
-    """Has the host do at each gradient what it does in a run of one rank, for the metrics; returns the places of the
-    parameters whose gradients came."""
-    there: dict[int, int] = {}
-    for place, parameter in enumerate(module.parameters()):
-        parameter.register_post_accumulate_grad_hook(partial(_note, there, place))
-    return there
-
-
-def _note(there: dict[int, int], place: int, _: Tensor) -> None:
-    there[place] = place
+    """Has the host do at each gradient what it does in a run of one rank, for the metrics; returns the bytes of the
+    gradients that came, by their parameters' place."""
+    gradients: dict[int, int] = {}
+    note_gradients(((parameter, parameter.nbytes) for parameter in module.parameters()), gradients)
+    return gradients
 
 
 def _trained_seconds(train: Callable[[], None], device: torch.device) -> float:

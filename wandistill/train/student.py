@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -206,8 +206,7 @@ class TrainedStudent:
         if isinstance(self._model, DistributedDataParallel):
             return lambda: (1 + self._beside_buckets) * sum(size for _, size in self._parameters)
         gradients = self._gradients
-        for place, (parameter, size) in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(partial(_note_gradient, gradients, place, size))
+        note_gradients(self._parameters, gradients)
         return lambda: sum(list(gradients.values()))
 
     def trainer_state(self) -> dict[str, Any]:
@@ -221,6 +220,12 @@ class TrainedStudent:
         weights = self.average.weights if self.average is not None else dict(self.module.named_parameters())
         gathered = ((name, _whole(tensor.detach())) for name, tensor in weights.items())
         return {name: tensor.cpu() for name, tensor in gathered if self._world.is_main}
+
+
+def note_gradients(parameters: Iterable[tuple[nn.Parameter, int]], gradients: dict[int, int]) -> None:
+    """Has each parameter's bytes put into `gradients` under its place, as soon as its gradient is there."""
+    for place, (parameter, size) in enumerate(parameters):
+        parameter.register_post_accumulate_grad_hook(partial(_note_gradient, gradients, place, size))
 
 
 def _note_gradient(gradients: dict[int, int], place: int, size: int, _: Tensor) -> None:
